@@ -49,6 +49,9 @@ CASES = [
     Case("a write fails, and lands later", Scene(pauses=2, kills=1, aborts=1, drifts=1), 14, 50_000),
     Case("two chunks, two ranks, a write fails, and lands later, their D is believed dead",
          Scene(losses=1, aborts=1, drifts=1, shape=Shape(ranks=2, **CHUNKS)), 16, 10_000),
+    Case("two ranks, one could not add D", Scene(pauses=2, aborts=1, unadded=1, shape=Shape(ranks=2)), 12, 10_000),
+    Case("two requests, P could not add D, and believes it dead",
+         Scene(pauses=2, losses=1, unadded=1, shape=Shape(requests=2)), 8, 10_000),
 ]
 
 

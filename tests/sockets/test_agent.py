@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control thread over real sockets, with a real broker, and real processes that die, stop and come back."""
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -19,8 +20,10 @@ import zmq
 
 from tests.fakes.brokers import KINDS, patience, running  # noqa: F401
 from tests.fakes.noise import send_noise
+from tests.forked import ForkedProcess
 from tests.idle import least_used_s
 from tests.waiting import wait_for
+from vllm_pd.control import sockets as control_sockets
 from vllm_pd.control import thread as control_thread
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import messages as m
@@ -41,13 +44,16 @@ from vllm_pd.core.actions import (
 )
 from vllm_pd.core.prefill import PrefillProtocol
 from vllm_pd.errors import ConfigError
-from vllm_pd.handover.engine import close_engine
+from vllm_pd.handover.engine import close_engine, finalize
 from vllm_pd.liveness import process
 from vllm_pd.liveness.process import local_member
 from vllm_pd.liveness.rules import GRACE_S
 from vllm_pd.rpc import codec
+from vllm_pd.rpc.watched import WatchedConnection
 from vllm_pd.transfer import kept, nixl
 from vllm_pd.transfer.choice import TransportChoice
+from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.transfer.requests import TransferProgress
 from vllm_pd.transfer.transport import rank_name
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -556,6 +562,54 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
     assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.PEER)
     assert decode.expect(Released).attempt == attempt
     prefill.assert_clean()
+
+
+def test_b41_a_decode_engine_is_met_although_no_descriptor_was_left_when_it_came(broker, engine, monkeypatch):
+    connected = []
+
+    def connection(context, address, keys):
+        connected.append(address)
+        if len(connected) == 1:
+            raise zmq.ZMQError(errno.EMFILE)
+        return WatchedConnection(context, address, keys)
+
+    monkeypatch.setattr(control_sockets, "WatchedConnection", connection)
+    prefill, decode = (engine(Settings(broker.address), role) for role in (m.Role.PREFILL, m.Role.DECODE))
+    assert prefill.expect(AddPeer).incarnation == decode.agent.member.incarnation
+    assert prefill.agent.dropped()["link_address_bad"] == 1 and prefill.protocol.counts()["peers"] == 1
+    assert connected[:2] == [decode.agent.member.address] * 2, "and no more than one is open"
+
+
+@pytest.mark.parametrize("lock", ["protocol", "waker", "transfer"])
+def test_b20_a_forked_child_that_ends_waits_for_no_lock_of_its_parent(broker, engine, lock):
+    """A thread of the parent held it at the fork, and the child does not have that thread."""
+    decode = engine(Settings(broker.address), m.Role.DECODE)
+    transfer = EngineTransfer(SimpleNamespace(moving=False, busy=False, close=lambda: True,
+                                              take_progress=lambda: TransferProgress([], [], [])))
+    transfer.start(lambda: None, lambda end: None)
+    holds, forked = threading.Event(), threading.Event()
+    ended = finalize(forked, close_engine, decode.agent, transfer)
+    locks = {"protocol": decode.protocol._lock, "waker": decode.agent.thread.sockets.waker._lock,
+             "transfer": transfer._thread._wakeup_lock}
+
+    def hold():
+        with locks[lock]:
+            holds.set()
+            forked.wait()
+
+    threading.Thread(target=hold).start()
+    holds.wait()
+    child = os.fork()
+    if not child:
+        ended()
+        os._exit(7)
+    forked.set()
+    with contextlib.closing(ForkedProcess(child)) as forked_process:
+        forked_process.wait(WAIT_S)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert ended.alive and decode.agent.thread.is_alive()
+    ended()
+    assert not decode.agent.thread.is_alive()
 
 
 def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the process table says about a peer's life, and where it says nothing: then it lives."""
 import builtins
+import errno
 import os
 import subprocess
 
@@ -18,6 +19,7 @@ FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2,
 @pytest.fixture(autouse=True)
 def fresh_host_id():
     process.host_id.cache_clear()
+    process._is_here.cache_clear()
     yield
     process.host_id.cache_clear()
 
@@ -126,6 +128,30 @@ def test_at_the_descriptor_limit_no_rank_is_lost(proc, child):
     child.kill()
     child.wait(60)
     assert process.lost(member) == member.processes[0]
+
+
+@pytest.mark.parametrize("address, is_here", [
+    ("", True), ("tcp://127.0.0.1:1", True), ("tcp://127.1.2.3:1", True), ("tcp://192.0.2.1:1", False),
+    ("tcp://[2001:db8::1]:1", False), ("tcp://a-name:1", False), ("tcp://[", False), ("ipc://name", False)])
+def test_b22_a_machine_that_was_restored_from_the_same_snapshot_is_another_one(child, address, is_here):
+    """It has the same boot id, and its process ids mean nothing here. The lifelines of its engines judge."""
+    member = msgspec.structs.replace(member_of(child.pid), address=address)
+    assert process.is_visible(member) is is_here
+    child.kill()
+    child.wait()
+    assert process.is_gone(member) is is_here
+
+
+def no_socket(*_):
+    raise OSError(errno.EMFILE, "")
+
+
+def test_b22_where_no_descriptor_is_left_it_is_not_known_whose_an_address_is(child, monkeypatch):
+    member = msgspec.structs.replace(member_of(child.pid), address="tcp://127.0.0.2:1")
+    with monkeypatch.context() as patch:
+        patch.setattr(process.socket, "socket", no_socket)
+        assert not process.is_visible(member)
+    assert process.is_visible(member), "later it is"
 
 
 def test_b21_what_is_gone_is_buried_at_a_second_look():

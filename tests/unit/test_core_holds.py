@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """B102: holds and their reads, step by step, in a time that is passed in. All orders of steps: tests/proof."""
+import collections
+import itertools
+
 import msgspec
 import pytest
 
@@ -22,7 +25,7 @@ from vllm_pd.core.actions import (
 )
 from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
 from vllm_pd.core.hashes import token_digest
-from vllm_pd.core.holds import HoldLimits, asks_for_hold, hold_params, named_hold
+from vllm_pd.core.holds import HoldLimits, Holds, asks_for_hold, hold_params, named_hold
 from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -84,6 +87,30 @@ def test_one_d_speaks_for_itself_alone(holder):
     holder.receive(1.0, "d", claim())
     assert holder.receive(1.0, "e", m.HoldDone(ONE, HOLD)) == [] and holder.holds.states() == {HOLD: ONE}
     assert holder.dropped["hold_foreign"] == 2
+
+
+def test_b102_a_d_that_does_not_want_a_hold_takes_no_block_from_one_that_reads_it():
+    """A client may bring the name to several Ds. In whatever order their messages come: from the grant on the hold ends
+    with a message of that attempt alone, and nobody is granted what has ended."""
+    theirs = m.Attempt("e", "r", 1)
+    messages = [("d", claim()), ("e", claim(theirs)), ("d", m.HoldDone(ONE, HOLD)), ("d", m.HoldDone(TWO, HOLD)),
+                ("e", m.HoldDone(theirs, HOLD))]
+    ended = collections.Counter()
+    for order in itertools.product(messages, repeat=5):
+        holds = Holds(HoldLimits(), collections.Counter())
+        holds.add(0.0, HOLD, DIGEST, [4, 5, 6])
+        reader, is_over = None, False
+        for sender, message in order:
+            is_claim = isinstance(message, m.ClaimHold)
+            for action in holds.claim(0.0, sender, message) if is_claim else holds.done(sender, message):
+                if isinstance(action, HoldEnded):
+                    assert not is_over and reader in (None, message.attempt)
+                    is_over = True
+                    ended[action.end] += 1
+                elif isinstance(action.message, m.HoldGrant):
+                    assert not is_over and reader in (None, message.attempt)
+                    reader = message.attempt
+    assert ended[HoldEnd.DROPPED] and ended[HoldEnd.DONE]
 
 
 def test_what_nobody_claims_ends_by_time_and_what_is_claimed_never(holder):
@@ -350,3 +377,12 @@ def test_the_name_of_a_hold_travels_with_a_client():
     assert asks_for_hold({"kv_transfer_params": {"do_remote_decode": True}})
     for nothing in (None, {}, [], {"kv_transfer_params": None}, {"kv_transfer_params": []}, 7):
         assert named_hold(nothing) is None and not asks_for_hold(nothing)
+
+
+@pytest.mark.parametrize("engine, name", [
+    ("p", "\ud800#1"), ("\ud800", "h#1"), ("p", "h#\N{SUPERSCRIPT TWO}"), ("p", "#1"), ("", "h#1"), ("p", "h"),
+    ("p", "h#-1"), ("p", 1), (None, "h#1")])
+def test_b82_a_name_that_no_engine_gives_is_none(engine, name):
+    """One that can't be sent would end the control thread, which has to tell its prefill engine."""
+    params = hold_params(HOLD) | {"remote_engine_id": engine, "remote_request_id": name}
+    assert named_hold({"kv_transfer_params": params}) is None

@@ -120,7 +120,7 @@ def test_b41_job_before_its_peer_waits_for_it(stranger):
     connect, hello = stranger.offer(0.0, job())
     assert isinstance(connect, Connect) and isinstance(hello.message, m.Hello)
     assert stranger.states() == {ONE: JobState.PEERING} and stranger.waiting_tokens() == [24]
-    assert stranger.handle_timeout(0.6) == [hello]
+    assert stranger.handle_timeout(0.6) == [connect, hello], "it may not have been possible to connect"
     assert stranger.receive(0.7, "d", m.HelloReply(D, b"memory")) == [
         AddPeer("d", b"memory"), ToDecode("d", m.Claim(ONE, 1, 1))]
 
@@ -138,6 +138,18 @@ def test_b41_the_wait_is_bounded(stranger):
     for second in range(2, 20):
         actions = stranger.handle_timeout(float(second))
     assert actions == [] and stranger.next_timeout() is None
+
+
+def test_b20_jobs_that_may_land_take_no_place_of_other_jobs(side):
+    """They stay until their D is dead. The broker would offer jobs, and each would be dropped."""
+    for number in range(PrefillLimits().max_jobs):
+        side.offer(0.0, job(number))
+        side.receive(0.0, "d", grant(number + 1, attempt=m.Attempt("d", "r", number)))
+        side.unproven(m.Attempt("d", "r", number), "why")
+        side.parted.clear()
+    assert len(side.unproven_jobs()) == PrefillLimits().max_jobs
+    side.offer(0.0, job(999))
+    assert m.Attempt("d", "r", 999) in side.states() and not side.dropped
 
 
 def test_b42_refused_once_and_not_asked_again(stranger):
@@ -259,6 +271,54 @@ def test_b23_a_d_that_is_heard_of_while_it_is_dropped_is_met_anew(side):
     assert side.receive(3.0, "d", m.HelloReply(D, b"memory")) == [AddPeer("d", b"memory")]
     side.handle_timeout(60.0)
     assert side.peers() == {"d": D}, "it is listed"
+
+
+def unadded(side):
+    """The transport could not add d. Returns when that is tried again."""
+    side._peering.limits = PrefillLimits(add_retry_s=1.5)
+    side.peer_unadded(1.0, "d")
+    assert side.next_timeout() == 2.5 and side.handle_timeout(2.4) == []
+    return 2.5
+
+
+@pytest.mark.parametrize("end", ["ended", "failed", "sent"])
+def test_b27_a_d_that_could_not_be_added_is_not_dropped_while_a_rank_may_write_there(side, end):
+    """One that has added it, as others have not."""
+    running(side)
+    again = unadded(side)
+    if end == "ended":
+        assert side.receive(1.0, "d", m.Cancel(ONE, 1)) == [Cancelled(ONE)]
+    assert not any(isinstance(one, DropPeer) for one in side.handle_timeout(again))
+    getattr(side, end)(again, ONE, *{"failed": ["why"], "sent": [m.Timings()]}.get(end, []))
+    retry = again + PrefillLimits().hello_retry_s
+    assert side.handle_timeout(retry) == [DropPeer("d"), ToDecode("d", side.hello)]
+    assert side.receive(retry, "d", m.HelloReply(D, b"memory")) == [AddPeer("d", b"memory")]
+    assert side.handle_timeout(retry + 100) == [], "it is a peer"
+
+
+def test_b27_a_job_that_is_granted_while_its_d_is_added_again_fails(side):
+    """Before that it is not known whether anything can be written there."""
+    again = unadded(side)
+    assert side.offer(again - 0.1, job()) == [ToDecode("d", m.Claim(ONE, 1, 1))]
+    assert side.handle_timeout(again)[:2] == [DropPeer("d"), ToDecode("d", side.hello)]
+    [failed] = side.receive(again, "d", grant())
+    assert isinstance(failed.message, m.Failed) and not failed.message.parted and not side.states()
+
+
+def test_b23_a_d_that_could_not_be_added_and_is_lost_is_dropped(side):
+    """Some ranks may have added it."""
+    unadded(side)
+    assert side.peer_lost(2.0, "d") == [DropPeer("d"), Disconnect("d")] and side.next_timeout() is None
+
+
+def test_b27_what_a_transport_says_late_of_a_d_changes_nothing(side):
+    """It is leaving, or greeted again, or gone."""
+    running(side)
+    side.peer_lost(1.0, "d")
+    side.peer_unadded(1.0, "d")
+    assert side.ended(2.0, ONE)[1:] == [DropPeer("d"), Disconnect("d")]
+    side.peer_unadded(2.0, "d")
+    assert side.peers() == {} and side.next_timeout() is None
 
 
 def test_b23_a_d_that_was_met_is_greeted_again_whatever_its_role_is_by_now(side):

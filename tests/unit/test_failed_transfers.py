@@ -32,6 +32,7 @@ from vllm_pd.core.actions import (
 )
 from vllm_pd.core.hashes import token_digest
 from vllm_pd.core.measured import StepSpeed
+from vllm_pd.core.prefill import PrefillLimits
 from vllm_pd.errors import TransferError
 from vllm_pd.handover.engine import HandoverEngine, close_engine
 from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
@@ -414,7 +415,10 @@ class Pair:
         """P's rank runs these, and its engine sees what comes of it."""
         rank = self.ranks[0]
         rank.worker.execute(requests)
-        for end in rank.worker.take_progress().finished:
+        ran = rank.worker.take_progress()
+        for refusal in ran.refused:
+            self.jobs.refused(refusal, self.progress)
+        for end in ran.finished:
             self.jobs.report_end(end)
             self.pump()
             self.jobs.ended(end, self.progress)
@@ -508,6 +512,68 @@ def test_b20_of_a_d_that_is_known_to_be_dead_a_failure_is_the_end(pair):
     pair.transfer(requests)
     assert pair.p.open_attempts() == [] and pair.dropped == [DropPeer("d")]
     assert pair.progress.finished_transfers == [attempt] and not pair.jobs.has_jobs
+
+
+# Peers that P's transport could not add.
+
+
+@pytest.fixture
+def unadded(pair):
+    """The attempts that P had when its rank could not add D: one that is computed, one that reads its beginning, one
+    that is being computed, and one that waits for its turn."""
+    computed, reading, computing = granted(pair), parked(pair), granted(pair)
+    pair.jobs._batch_tokens = len(TOKENS)
+    attempts = [computed, reading, computing, granted(pair)]
+    assert pair.jobs.computing == [computed, computing] and pair.jobs.queued == [attempts[3]]
+    pair.ranks[0].agent.add_peer = refuse_to_add
+    pair.jobs.computed(computed, [1, 2], pair.progress)
+    pair.transfer(pair.jobs.take_requests(pair.progress))
+    del pair.ranks[0].agent.add_peer
+    return attempts
+
+
+def refuse_to_add(metadata):
+    raise TransferError("no descriptor is left")
+
+
+def test_b27_jobs_of_a_d_that_could_not_be_added_go_back_at_once(pair, unadded):
+    """Those that P has, and those that are offered later: none is computed in vain."""
+    assert not pair.jobs.has_jobs and sorted(pair.progress.finished_transfers, key=str) == unadded
+    assert pair.kinds() == [Fallback, Released] * 4
+    assert {event.peer for event in pair.events if isinstance(event, Fallback)} == {"p"}
+    assert any("no descriptor is left" in getattr(event, "detail", "") for event in pair.events)
+    pair.events.clear()
+    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0)
+    pair.pump()
+    assert pair.kinds() == [Fallback, Released] and not pair.jobs.has_jobs
+    assert "could not add" in pair.events[0].detail and pair.p.open_attempts() == pair.d.open_attempts() == []
+    assert pair.d.degraded() is None, "they are not parted"
+
+
+def test_b27_a_d_that_could_not_be_added_is_added_again_after_a_pause(pair, unadded):
+    """With its ranks' state of before gone. Its jobs are computed and written as any."""
+    pair.transfer(pair.jobs.take_requests(pair.progress))  # the cancel of a read that has ended
+    pair.passes(PrefillLimits().add_retry_s - 1)
+    assert pair.dropped == [] and not pair.jobs.has_requests
+    pair.passes(1)
+    assert pair.dropped == [DropPeer("d")]
+    pair.ranks[0].agent.fails = TransferState.DONE
+    attempt = granted(pair)
+    requests = pair.jobs.take_requests(pair.progress)
+    assert [type(request) for request in requests] == [DropTransferPeer, AddTransferPeer]
+    pair.transfer(requests)
+    pair.jobs.computed(attempt, [1, 2], pair.progress)
+    pair.transfer(pair.jobs.take_requests(pair.progress))
+    assert pair.p.totals()["prefill_sent"] == 1 and pair.p.open_attempts() == []
+
+
+def test_b102_a_d_that_could_not_be_added_reads_what_is_held_for_it(pair, unadded):
+    """Its reads need nothing of P's transport."""
+    hold = m.Attempt("p", "h", 1)
+    assert pair.p.hold(hold, token_digest(TOKENS), [1, 2])
+    pair.d.claim_hold(pair.d.next_attempt("r"), hold, token_digest(TOKENS), [5, 6], 0, 60.0)
+    pair.pump()
+    assert isinstance(pair.events[-1], ReadHold)
 
 
 def parked(pair):
@@ -699,6 +765,17 @@ def test_b27_a_job_names_no_more_ps_to_avoid_than_a_broker_reads(pair):
     [put] = [action.message for action in iter(pair.d.poll_transmit, None)
              if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
     assert put.job.avoid[:3] == ("x", "p01", "p00") and len(set(put.job.avoid)) == m.MAX_AVOIDED
+
+
+def test_b27_a_job_avoids_the_ps_that_may_be_offered_it_before_those_that_are_gone(pair):
+    """Of a host that has lost its power nobody knows that its P is dead: it stays parted for good."""
+    pair.d._decode.parted.update(f"a{number:02}" for number in range(2 * m.MAX_AVOIDED))
+    pair.d._decode.parted.add("p")
+    pair.passes(1)
+    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0, ("x", ))
+    [put] = [action.message for action in iter(pair.d.poll_transmit, None)
+             if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
+    assert put.job.avoid[:3] == ("x", "p", "a00") and len(put.job.avoid) == m.MAX_AVOIDED
 
 
 @pytest.mark.parametrize("d_is_leaving", [False, True])

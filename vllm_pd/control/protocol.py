@@ -310,6 +310,12 @@ class PeerProtocol:
             self._do(self._prefill.read_unproven(self._clock(), attempt, reason))
 
     @_locked
+    def peer_unadded(self, incarnation: str) -> None:
+        """The transport could not add this engine, of which an `AddPeer` was polled."""
+        self._prefill.peer_unadded(self._clock(), incarnation)
+        self.wake()
+
+    @_locked
     def is_dead(self, incarnation: str) -> bool:
         """Whether the process of this engine is known to be gone."""
         return self._cluster.is_dead(incarnation)
@@ -547,7 +553,8 @@ class PeerProtocol:
         self._leave_if_drained()
         self._heartbeat(now)
         self._check_broker(now)
-        self._decode.peers_are(now, self._cluster.prefills(self._greeted()))
+        listed = [member.incarnation for member in self._cluster.members()] if self._parted else ()
+        self._decode.peers_are(now, self._cluster.prefills(self._greeted()), listed)
         self._do(self._decode.handle_timeout(now))
         self._do(self._prefill.handle_timeout(now))
         degraded = self.degraded()

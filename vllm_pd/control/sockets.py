@@ -153,7 +153,8 @@ class ControlSockets:
         return source, sender, message
 
     def connect(self, peer: str, address: str) -> None:
-        """Open a connection to a decode engine. A bad address is counted; that peer then never answers."""
+        """Open a connection to a decode engine, unless there is one. A bad address is counted, and so is that no
+        descriptor is left: that peer does not answer then."""
         if peer in self._decode:
             return
         try:

@@ -150,7 +150,7 @@ class ToDecode(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Open a connection to a decode engine."""
+    """Open a connection to a decode engine, unless there is one."""
     peer: str
     address: str
 

@@ -102,6 +102,7 @@ class DecodeProtocol:
         self.dropped: m.Counters = collections.Counter()
         self.peers: dict[str, m.Member] = {}
         self.parted: set[str] = set() if parted is None else parted
+        self._listed: Collection[str] = ()  # see `peers_are`
         self.reads = HoldReads(member, limits.ttl_s, limits.claim_retry_s / 4, limits.lease_s, self.counters,
                                self.dropped)
         self._records: dict[m.Attempt, _Record] = {}
@@ -233,8 +234,10 @@ class DecodeProtocol:
                 actions += self._put(now, record)
         return actions
 
-    def peers_are(self, now: float, live: Collection[str]) -> None:
-        """The compatible Ps that are known. A job waits `ttl_s` for one that it need not avoid."""
+    def peers_are(self, now: float, live: Collection[str], listed: Collection[str] = ()) -> None:
+        """The compatible Ps that are known, and, where some are parted, all engines of the registry. A job waits
+        `ttl_s` for a P that it need not avoid."""
+        self._listed = listed
         for record in self._records.values():
             if record.state is not AttemptState.QUEUED:
                 continue
@@ -496,7 +499,8 @@ class DecodeProtocol:
 
     def _put(self, now: float, record: _Record) -> list[Action]:
         record.next_put = now + self.limits.claim_retry_s
-        avoid = (*record.avoid, *sorted(self.parted.difference(record.avoid)))[:m.MAX_AVOIDED]
+        parted = sorted(self.parted.difference(record.avoid), key=lambda name: (name not in self._listed, name))
+        avoid = (*record.avoid, *parted)[:m.MAX_AVOIDED]  # first of all those that may be offered it
         job = m.Job(record.attempt, self.member.address, record.token_ids, self._cached_tokens(record),
                     max(0.0, record.deadline - now), avoid=avoid, priority=record.priority)
         return [ToBroker(m.Put(job))]

@@ -216,7 +216,7 @@ def named_hold(extra_args: Any) -> m.Attempt | None:
         return None
     token, _, number = name.rpartition("#")
     if not (0 < len(incarnation) <= m.MAX_ID_CHARS and 0 < len(token) <= m.MAX_ID_CHARS and len(number) <= 18
-            and number.isascii() and number.isdigit()):
+            and number.isdigit() and (incarnation + name).isascii()):  # what JSON can hold, UTF-8 may not
         return None
     return m.Attempt(incarnation, token, int(number))
 

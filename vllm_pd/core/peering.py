@@ -3,7 +3,8 @@
 
 Life of one: the registry or a job names it, and it is greeted (GREETED) until its reply makes it a peer (PEER), or
 until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write there,
-and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again.
+and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again. A peer that our
+transport could not add is UNADDED for a while, and is then dropped and greeted again.
 """
 from enum import Enum
 
@@ -21,11 +22,13 @@ class PeerState(Enum):
     PEER = "peer"
     REFUSED = "refused"
     LEAVING = "leaving"
+    UNADDED = "unadded"
 
 
 class PeeringLimits(msgspec.Struct, frozen=True):
     """Bounds of peers."""
     hello_retry_s: float = 0.5
+    add_retry_s: float = 30.0
     ttl_s: float = 5.0
     max_peers: int = 1024
 
@@ -38,7 +41,7 @@ class Peer:
         self.address = address
         self.state = PeerState.GREETED
         self.member: m.Member | None = None
-        self.next_hello = 0.0
+        self.next_hello = 0.0  # of one that is greeted; of one that is UNADDED: when it is greeted again
         self.last_heard = 0.0
         self.missing_since: float | None = None
         self.wanted = False  # the registry or a job named it while it was leaving
@@ -110,6 +113,11 @@ class Peering:
             del self._met[next(iter(self._met))]
         return [AddPeer(peer.incarnation, message.transfer_metadata)]
 
+    def unadded(self, now: float, peer: Peer) -> None:
+        """Our transport could not add this peer."""
+        peer.state = PeerState.UNADDED
+        peer.next_hello = now + self.limits.add_retry_s
+
     # Going.
 
     def refuse(self, peer: Peer) -> list[Action]:
@@ -119,7 +127,7 @@ class Peering:
 
     def lose(self, peer: Peer) -> list[Action]:
         """It is gone. One that was a peer stays until `drop_if_leaving`."""
-        if peer.state in (PeerState.PEER, PeerState.LEAVING):
+        if peer.state in (PeerState.PEER, PeerState.LEAVING, PeerState.UNADDED):
             peer.state, peer.wanted = PeerState.LEAVING, False
             return []
         del self._peers[peer.incarnation]
@@ -148,10 +156,16 @@ class Peering:
         """Whether for `ttl_s` neither the registry has listed it nor a message of it has come."""
         return now >= self._missed_at(peer)
 
-    def greet_again(self, now: float, peer: Peer) -> list[Action]:
-        """Send Hello once more."""
+    def greet_again(self, now: float, peer: Peer, is_written: bool) -> list[Action]:
+        """Send Hello once more, and connect where that was not possible before. One that is UNADDED is dropped first,
+        for some of our ranks may have added it: not while it `is_written`, by those."""
         peer.next_hello = now + self.limits.hello_retry_s
-        return [self.introduce(peer.incarnation)]
+        if peer.state is not PeerState.UNADDED:
+            return [Connect(peer.incarnation, peer.address), self.introduce(peer.incarnation)]
+        if is_written:
+            return []
+        peer.state = PeerState.GREETED
+        return [DropPeer(peer.incarnation), self.introduce(peer.incarnation)]
 
     def next_timeout(self) -> float:
         """When a peer is next `due`; infinite where none is."""
@@ -160,7 +174,8 @@ class Peering:
     def _due(self, peer: Peer) -> float:
         if peer.state is PeerState.LEAVING:
             return _NEVER
-        return min(peer.next_hello if peer.state is PeerState.GREETED else _NEVER, self._missed_at(peer))
+        is_tried = peer.state in (PeerState.GREETED, PeerState.UNADDED)
+        return min(peer.next_hello if is_tried else _NEVER, self._missed_at(peer))
 
     def _missed_at(self, peer: Peer) -> float:
         if peer.missing_since is None:

@@ -7,7 +7,8 @@ of the lease or the loss of D moves it to STOPPING: the engine gets `Cancelled`,
 A job is UNPROVEN where a write of it has failed whose bytes may still land. It stays so until D is dead: D is told
 that the job was given up, but nothing that would take its fence down. After such a failure of the read of D's prefix
 the job has failed, for nothing was written; only the read is remembered until D is dead. While there is either, the
-two are *parted*: a job of that D is claimed only to tell D so, and a hold is denied to it.
+two are *parted*: a job of that D is claimed only to tell D so, and a hold is denied to it. A job of a D that the
+transport could not add is claimed only to tell D so, too.
 
 The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record
 is deleted only when nothing of the job can land any more; so a cancel of a claim without a record is answered at once.
@@ -36,7 +37,7 @@ class JobState(Enum):
 
 
 class PrefillLimits(PeeringLimits, frozen=True):
-    """Bounds of jobs, besides those of peers."""
+    """Bounds of jobs, besides those of peers. `max_jobs`: without those that are UNPROVEN."""
     peering_s: float = 5.0
     claim_wait_s: float = 5.0
     claim_retry_s: float = 0.5
@@ -173,14 +174,14 @@ class PrefillProtocol:
             return self._drop("offer_own")
         if attempt in self._jobs:
             return self._drop("offer_duplicate")
-        if len(self._jobs) >= self.limits.max_jobs:
+        if len(self._jobs) - len(self.unproven_jobs()) >= self.limits.max_jobs:
             return self._drop("offer_too_many")
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
             return self._drop("offer_refused_peer")
         record = self._jobs[attempt] = _OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
-        if peer.state is PeerState.PEER or attempt.incarnation in self.parted:
+        if peer.state in (PeerState.PEER, PeerState.UNADDED) or attempt.incarnation in self.parted:
             actions += self._claim(now, record)
         return actions
 
@@ -196,6 +197,14 @@ class PrefillProtocol:
             return self._drop("unexpected" if handler is None else "unknown_peer")
         peer.last_heard = now
         return handler(now, sender, message)
+
+    def peer_unadded(self, now: float, incarnation: str) -> None:
+        """The transport could not add this D: nothing can be written there until it is added again, after a pause. The
+        engine gives up the jobs of it that it has."""
+        peer = self._peering.find(incarnation)
+        if peer is not None and peer.state is PeerState.PEER:
+            self.counters["peer_unadded"] += 1
+            self._peering.unadded(now, peer)
 
     def peer_lost(self, now: float, incarnation: str) -> list[Action]:
         """A D is gone. Its running jobs are stopped; the peer is dropped when the last of them has ended."""
@@ -237,7 +246,7 @@ class PrefillProtocol:
                 self.counters["peer_lost"] += 1
                 actions += self.peer_lost(now, peer.incarnation)
             else:
-                actions += self._peering.greet_again(now, peer)
+                actions += self._peering.greet_again(now, peer, self._is_written(peer.incarnation))
         return actions
 
     def next_timeout(self) -> float | None:
@@ -313,6 +322,8 @@ class PrefillProtocol:
         if sender in self.parted:
             self.counters["parted"] += 1
             return self.failed(now, job.attempt, "an earlier transfer between the two failed: restart one of them")
+        if self._peering.find(sender).state is not PeerState.PEER:
+            return self.failed(now, job.attempt, "the transport could not add the decode engine: see the log there")
         job.state = JobState.RUNNING
         job.claim_s = max(0.0, now - job.claimed_at)
         self.counters["granted"] += 1
@@ -374,7 +385,8 @@ class PrefillProtocol:
             if sender in self.parted:  # nobody can say when it may: it is to go on at once
                 self.counters["parted"] += 1
                 return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, m.DenyReason.UNKNOWN))]
-            if self._peering.find(sender).state is not PeerState.PEER:  # one that is leaving is to be met anew
+            state = self._peering.find(sender).state
+            if state not in (PeerState.PEER, PeerState.UNADDED):  # one that is leaving is to be met anew
                 return self._drop("hold_not_peer")  # it asks again
         return self.holds.claim(now, sender, message)
 
@@ -422,6 +434,12 @@ class PrefillProtocol:
                 for job in self._jobs.values()):
             return []
         return self._peering.drop_if_leaving(now, incarnation)
+
+    def _is_written(self, incarnation: str) -> bool:
+        """Whether writes to this D may be under way. It can't be dropped then."""
+        return incarnation in self.parted or any(
+            job.attempt.incarnation == incarnation and job.state in (JobState.RUNNING, JobState.STOPPING)
+            for job in self._jobs.values())
 
     def _due(self, job: _OfferedJob) -> float:
         if job.state is JobState.PEERING:

@@ -6,7 +6,9 @@ A binding asks for them with `_collect`, as often as it likes, and passes `_prog
 from __future__ import annotations
 
 import logging
+import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +86,7 @@ class HandoverEngine(ABC):
             for end in transfers.finished:
                 self._guard(self.prefill_jobs.ended, end, self._progress)
             for refusal in transfers.refused:
-                self._guard(self.prefill_jobs.refused, refusal)
+                self._guard(self.prefill_jobs.refused, refusal, self._progress)
         for event in iter(self.protocol.poll_event, None):
             self.stalled = False
             if self.holds is not None and isinstance(event, HELD_PROMPT_EVENTS):
@@ -163,6 +165,17 @@ class HandoverEngine(ABC):
                 if count > self._counted.get(kind, 0):
                     self._metrics.frames_dropped(kind, count - self._counted.get(kind, 0))
                     self._counted[kind] = count
+
+
+def finalize(owner: object, end: Callable[..., None], *arguments: Any) -> weakref.finalize:
+    """As `weakref.finalize`, but without effect in a forked child: what it would end is its parent's, and a lock that a
+    thread of the parent held at the fork is never free there."""
+    return weakref.finalize(owner, _end_in_process, os.getpid(), end, *arguments)
+
+
+def _end_in_process(pid: int, end: Callable[..., None], *arguments: Any) -> None:
+    if os.getpid() == pid:
+        end(*arguments)
 
 
 def close_engine(agent: ControlAgent, transfer: EngineTransfer) -> None:

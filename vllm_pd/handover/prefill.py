@@ -540,9 +540,13 @@ class PrefillHandover(ABC):
             logger.warning("job %s computes what could not be read from its peer: %s", attempt, end.error)
         job.state = JobStage.COMPUTING
 
-    def refused(self, refusal: transfer.PeerRefusal) -> None:
-        """The transport could not add a peer: its writes will fail, one by one."""
+    def refused(self, refusal: transfer.PeerRefusal, progress: Progress) -> None:
+        """The transport could not add a peer: nothing can be written there. Its jobs are given back."""
         logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
+        self._protocol.peer_unadded(refusal.peer)
+        attempts = [*self.computing, *self.reading, *self.queued]
+        self.give_back([attempt for attempt in attempts if self._jobs[attempt].prefill.peer == refusal.peer],
+                       f"the transport could not add the decode engine: {refusal.reason}", progress)
 
     def _take(self, prefill: Prefill) -> None:
         attempt, token_ids = prefill.attempt, prefill.token_ids

@@ -2,11 +2,15 @@
 """Whether a process still exists, as a fact.
 
 A process is named by host id, pid and start time. The host id joins the boot with the namespaces of process ids and of
-time: where one differs, a pid and a start time say nothing about the peer, and nothing is concluded from them.
+time: where one differs, a pid and a start time say nothing about the peer, and nothing is concluded from them. Virtual
+machines that were restored from one snapshot have the same host id. So the peer's address must be one of this machine,
+too.
 """
 import functools
 import os
+import socket
 import uuid
+from urllib.parse import urlsplit
 
 from vllm_pd.core.messages import Fingerprint, Load, Member, Process, Role
 
@@ -82,9 +86,24 @@ def _times(member: Member) -> list[int | None] | None:
     if not all(process.start_time for process in member.processes):
         return None
     try:
+        if member.address and not _is_here(urlsplit(member.address).hostname or ""):
+            return None
         return [start_time(process.pid) for process in member.processes]
-    except OSError:
+    except (OSError, ValueError):  # a bad address
         return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_here(host: str) -> bool:
+    """Whether this is an address of this machine, and of this network namespace: one can listen there. Raises OSError
+    where that is not known."""
+    family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as listener:
+        try:
+            listener.bind(where)
+        except OSError:
+            return False
+    return True
 
 
 def lost(member: Member) -> Process | None:

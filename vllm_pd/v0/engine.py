@@ -22,7 +22,7 @@ import zmq
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
-from vllm_pd.handover.engine import HandoverEngine, close_engine, guarded, ignore_end
+from vllm_pd.handover.engine import HandoverEngine, close_engine, finalize, guarded, ignore_end
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.transfer.device import Device
@@ -60,7 +60,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
         # From now on, for the start may fail. Also when the interpreter ends with the engine alive: before modules and
         # threads are torn down.
-        self._finalizer = weakref.finalize(self, _shut, agent, transfer, self._wakeup)
+        self._finalizer = finalize(self, _shut, agent, transfer, self._wakeup)
         agent.start()
         super().__init__(config, agent, transfer, PDMetrics(engine.model_config.served_model_name))
         self.transfer.hold(self.agent.lifeline_fileno())

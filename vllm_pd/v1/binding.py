@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from vllm.v1.request import RequestStatus
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core.messages import Attempt, Load
-from vllm_pd.handover.engine import HandoverEngine, close_engine, guarded, ignore_end
+from vllm_pd.handover.engine import HandoverEngine, close_engine, finalize, guarded, ignore_end
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.prefill import PrefillCapacity
@@ -89,7 +88,7 @@ class EngineHandover(HandoverEngine):
         transfer.start(access.wake, partial(guarded, metrics, report_end))
         self.end_reports: Callable[[], None] | None = None  # where the load is reported
         scheduler.binding = self
-        self._finalizer = weakref.finalize(self, _shut, agent, transfer, access)
+        self._finalizer = finalize(self, _shut, agent, transfer, access)
 
     # Calls of the connector.
 

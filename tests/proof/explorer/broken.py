@@ -114,6 +114,13 @@ class MeetsOnce(PrefillProtocol):
         return super()._drop_idle(now, incarnation)
 
 
+class DropsTooSoon(PrefillProtocol):
+    """A D that a rank could not add is dropped and added again, whatever the other ranks do."""
+
+    def _is_written(self, incarnation):
+        return False
+
+
 class AnswersTooSoon(AttemptWrites):
     """The attempt is over as soon as no further write begins."""
 
@@ -183,6 +190,8 @@ VARIANTS = [
             "may reuse"),
     Variant("an error taken for the end of the write", Scene(drifts=1, shape=Shape(prefill_type=TrustsErrors)), 10,
             "may reuse"),
+    Variant("added again while another rank writes",
+            Scene(pauses=3, unadded=1, shape=Shape(ranks=2, prefill_type=DropsTooSoon)), 14, "while it was written to"),
     Variant("a chunk before it is computed", Scene(shape=Shape(**CHUNKS, sends_early=True)), 10,
             "reads KV that is not its own"),
     Variant("over while a chunk is under way", Scene(aborts=1, shape=Shape(**CHUNKS, writes_type=AnswersTooSoon)), 12,

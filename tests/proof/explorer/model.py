@@ -40,7 +40,8 @@ BROKER = "broker"
 
 # Few different durations, so that few different moments arise; in the order in which the real defaults stand.
 DECODE_LIMITS = DecodeLimits(lease_s=6.0, deadline_s=12.0, claim_retry_s=2.0, ttl_s=4.0, cancel_retry_max_s=2.0)
-PREFILL_LIMITS = PrefillLimits(peering_s=2.0, hello_retry_s=1.0, claim_wait_s=2.0, claim_retry_s=1.0, ttl_s=4.0)
+PREFILL_LIMITS = PrefillLimits(peering_s=2.0, hello_retry_s=1.0, add_retry_s=4.0, claim_wait_s=2.0, claim_retry_s=1.0,
+                               ttl_s=4.0)
 
 Letter = tuple[str, str, Any]
 
@@ -396,6 +397,7 @@ class PrefillEngine:
         self.shape = shape
         self.side = shape.prefill_type(member(name, m.Role.PREFILL, shape.ranks), b"p", shape.prefill_limits)
         self.peers: set[str] = set()
+        self.unadded: frozenset[str] = frozenset()  # those that a rank could not add; the others write there
         self.work: dict[m.Attempt, Work] = {}
         self.free: set[int] = set(range(shape.prefill_blocks))
         self.kv: dict[int, int] = {}
@@ -432,7 +434,8 @@ class PrefillEngine:
         actions = self.side.writing(NOW, attempt) if write.is_last else []
         work.unsent -= {rank}
         work.flying |= {rank}
-        return self._do(actions)
+        letters = self._do(actions)
+        return letters + self.broke(attempt, rank) if work.peer in self.unadded and rank == 0 else letters
 
     def may_write(self, attempt: m.Attempt) -> bool:
         """What is asked right before a write is posted."""
@@ -536,6 +539,20 @@ class PrefillEngine:
     def lost(self, peer: str) -> list[Letter]:
         return self._do(self.side.peer_lost(NOW, peer))
 
+    def can_reach(self, peer: str) -> bool:
+        """Whether all ranks have added it, as far as is known, and rank 0 has written nothing there."""
+        return peer in self.peers - self.unadded and not any(
+            work.peer == peer and 0 not in work.unsent for work in self.work.values())
+
+    def unadd(self, peer: str) -> list[Letter]:
+        """Rank 0 could not add it. The jobs of it are given back, as soon as nothing of them is under way."""
+        self.unadded |= {peer}
+        self.side.peer_unadded(NOW, peer)
+        for work in self.work.values():
+            if work.peer == peer:
+                work.writes.close("the transport could not add it")
+        return []
+
     def dead(self, peer: str) -> list[Letter]:
         self.adrift = frozenset(write for write in self.adrift if write.attempt.incarnation != peer)
         return self._do(self.side.peer_dead(NOW, peer))
@@ -558,6 +575,7 @@ class PrefillEngine:
                         and not any(write.attempt.incarnation == action.incarnation for write in self.adrift),
                         f"{action.incarnation} was dropped while it was written to")
                 self.peers.remove(action.incarnation)
+                self.unadded -= {action.incarnation}
             elif isinstance(action, Prefill):
                 letters += self._prefill(action)
             elif isinstance(action, Cancelled):

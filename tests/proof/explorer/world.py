@@ -33,7 +33,8 @@ UNBORN, DEAD = 0, 1
 State = tuple[int, ...]  # the engines, the letters, what is left of each budget
 Step = tuple[Any, ...]
 
-BUDGETS = ("pauses", "kills", "errors", "aborts", "losses", "refusals", "outages", "drifts")
+BUDGETS = ("pauses", "kills", "errors", "aborts", "losses", "refusals", "outages", "drifts",
+           "unadded")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Scene:
     refusals: int = 0  # the broker says that its queue is full
     outages: int = 0  # the broker goes away, and comes back
     drifts: int = 0  # writes that fail, and may land later
+    unadded: int = 0  # a rank of a P could not add a D
     peered: bool = True  # whether the first incarnations have met when it begins
     shape: Shape = field(default_factory=Shape)
 
@@ -186,6 +188,8 @@ class World:
                     yield "dead", p, d
                 if at_p > DEAD and at_d > DEAD and self.left(state, "losses"):
                     yield "lost", p, d
+                if at_p > DEAD and self.left(state, "unadded") and self.engine(state, p).can_reach(d):
+                    yield "unadd", p, d
         if self.scene.outages:
             for d in self.decodes:
                 if state[self.index[d]] > DEAD:
@@ -235,6 +239,8 @@ class World:
                 self._spend(after, "aborts")
             elif kind == "lost":
                 self._spend(after, "losses")
+            elif kind == "unadd":
+                self._spend(after, "unadded")
             elif kind == "broker" and not content[0]:
                 self._spend(after, "outages")
             self._advance(after, name, kind, *content)
