@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -268,31 +269,43 @@ def test_b80_ranks_with_different_settings_refuse_each_other(key, ours, theirs):
         join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=settings)
 
 
-def test_ranks_that_do_not_share_memory_use_the_network():
-    """One rank can't open the files: all take the network."""
-    def exchange_of(rank, slots=([None, None], [None, None], [None, None]), barrier=threading.Barrier(2)):  # noqa: B008
+def met(offered):
+    """Two ranks on this machine. `offered(rank, message)`: what becomes of a rank's message. Returns their members,
+    closed."""
+    slots, barrier, members = [[None, None] for _ in range(3)], threading.Barrier(2), [None, None]
+
+    def run(rank):
         rounds = iter(slots)
 
         def exchange(mine):
             slot = next(rounds)
-            slot[rank] = mine.replace(b"vllm-pd-dp-", b"vllm-pd-no-") if rank == 0 else mine
+            slot[rank] = offered(rank, mine)
             barrier.wait(BOUND_S)
             return list(slot)
-        return exchange
 
-    members = [None, None]
-
-    def run(rank):
-        members[rank] = join(rank, 2, "127.0.0.1", wake=lambda: None, exchange=exchange_of(rank), settings=SETTINGS)
+        members[rank] = join(rank, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=SETTINGS)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(BOUND_S)
-    assert [type(member) for member in members] == [RpcMember, RpcMember]
     for member in reversed(members):
         member.close()
+    return members
+
+
+def test_ranks_that_do_not_share_memory_use_the_network():
+    """One rank can't open the files: all take the network."""
+    members = met(lambda rank, mine: mine if rank else mine.replace(b"vllm-pd-dp-", b"vllm-pd-no-"))
+    assert [type(member) for member in members] == [RpcMember, RpcMember]
+
+
+@pytest.mark.parametrize("cpu, backend", [("x86_64", ShmMember), ("aarch64", RpcMember)])
+def test_b72_a_cpu_that_reorders_loads_uses_the_network(monkeypatch, cpu, backend):
+    """A rank there could read an old step request beside a new word that its owner is ready for a call."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=cpu))
+    assert [type(member) for member in met(lambda rank, mine: mine)] == [backend, backend]
 
 
 def test_calls_go_on_however_many_there_were():
