@@ -46,6 +46,25 @@ sys.exit(Fleet(plan, state=state, **options).run())
 """
 
 
+PLAN_EARLY = """
+import sys
+from pathlib import Path
+from vllm_pd.errors import ConfigError
+from vllm_pd.launch.plan import UpOptions, plan_fleet
+from vllm_pd.launch.up import Fleet
+command = [sys.executable, sys.argv[1]]
+plan = plan_fleet(UpOptions("shares", port=int(sys.argv[3])), [], serve=[*command, "serve"],
+                  broker=[*command, "broker"])
+print("planned", flush=True)
+sys.stdin.readline()
+try:
+    sys.exit(Fleet(plan, state=Path(sys.argv[2])).run())
+except ConfigError as error:
+    print(error, flush=True)
+    sys.exit(2)
+"""
+
+
 def plan(cores=(), **options):
     options = {"model": "m", "prefill": 1, "decode": 1, "port": take_free_run("127.0.0.1", 4), **options}
     return plan_fleet(UpOptions(**options), cores)
@@ -392,6 +411,30 @@ def test_child_that_dies_while_starting_ends_all(tmp_path):
         assert "[up]     my last words" in up.lines
         assert any("ended with 7" in line for line in up.lines)
         assert not up.state_file.exists(), "a state file from before must not be taken for ours"
+
+
+def test_b80_two_fleets_do_not_share_a_port(tmp_path):
+    """Both are planned before the engines of either listen, and vLLM's servers may share a port."""
+    port = str(take_free_run("127.0.0.1", 3))
+    ups = [subprocess.Popen([sys.executable, "-c", PLAN_EARLY, FAKE[1], str(tmp_path / name), port], text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT,
+                            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+           for name in ("1", "2")]
+    try:
+        for up in ups:
+            assert up.stdout.readline() == "planned\n"
+        ups[0].stdin.write("\n")
+        ups[0].stdin.flush()
+        while "everything is up" not in (line := ups[0].stdout.readline()):
+            assert line
+        output, _ = ups[1].communicate("\n", timeout=60)
+        assert ups[1].returncode == 2 and f"--port='127.0.0.1:{port}'" in output, output
+        assert "another `vllm-pd up` has that port" in output
+        assert (tmp_path / "1").exists()
+    finally:
+        for up in ups:
+            up.terminate()
+            up.communicate(timeout=60)
 
 
 def kill_prefill(up: Running) -> None:

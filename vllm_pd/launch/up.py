@@ -25,6 +25,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.launch.child import Child, Exited
 from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan, starting_at_once
 from vllm_pd.launch.printer import LinePrinter, Say, say_aloud
+from vllm_pd.ports import release, reserve
 
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
@@ -68,6 +69,7 @@ class Fleet:
         self._router = (None if plan.router is None
                         else Child("router", plan.router.command, env=plan.router.env, say=put))
         self._dead: list[Child] = []
+        self._reserved: list[socket.socket] = []  # the ports of this fleet
 
     def run(self) -> int:
         """Start the fleet, keep it until a signal comes, end it. Returns the exit status: 1 where something failed."""
@@ -101,8 +103,11 @@ class Fleet:
         self.stop()
 
     def start(self) -> None:
-        """Start everything; returns when every engine is healthy. Raises StartError, or KeyboardInterrupt for a
-        signal. The caller calls `stop` afterwards in any case."""
+        """Start everything; returns when every engine is healthy. Raises StartError, ConfigError where another fleet
+        has one of the ports, or KeyboardInterrupt for a signal. The caller calls `stop` afterwards in any case."""
+        router = () if self.plan.router is None else (self.plan.router.port, )
+        self._reserved += reserve("--port", HOST, (*router, *(engine.port for engine in self._engines)))
+        self._reserved += reserve("--broker-port", HOST, (self.plan.broker_port, ))
         if self._state is not None:
             self._state.unlink(missing_ok=True)
         deadline = time.monotonic() + self._timeout_s
@@ -138,6 +143,7 @@ class Fleet:
                 children.append(self._router)
             patient = self._end(children, self._stop_timeout_s if patient else 0.0) and patient
         self._end([self._broker], BROKER_STOP_S)
+        release(self._reserved)
         self._printer.close()
 
     def state(self) -> dict:
