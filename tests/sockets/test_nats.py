@@ -106,6 +106,18 @@ def test_a_job_is_acknowledged_at_its_end_and_not_before(server, prefix, quick, 
         wait_for(lambda held=held: stored(server, prefix) == held, meanwhile=lambda: live(0.1, d, p))
 
 
+def test_a_job_that_ends_while_too_many_commands_wait_is_acknowledged_later(server, prefix, speaker):
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    p.take(1)
+    d.put(0)
+    assert p.offer() == 0
+    p.line.commands._limit, limit = 0, p.line.commands._limit
+    p.line.holding(set())
+    p.line.commands._limit = limit
+    wait_for(lambda: stored(server, prefix) == 0, meanwhile=lambda: (p.line.holding(set()), live(0.1, d, p)),
+             timeout_s=30)  # its own time, after which the server forgets it, is 60 s
+
+
 def test_an_offer_that_was_not_fetched_yet_has_not_ended(server, prefix, speaker):
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
     p.take(1)
