@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,11 +209,11 @@ class Running:
 
 @contextlib.contextmanager
 def running(tmp_path: Path, model: str, *, stdout: int = subprocess.PIPE, env: Mapping[str, str] | None = None,
-            **options) -> Iterator[Running]:
+            before: Sequence[str] = (), **options) -> Iterator[Running]:
     port, state = take_free_run("127.0.0.1", 3), tmp_path / "state.json"
     state.write_text("stale")
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state), repr(options)],
-                               stdout=stdout, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+    process = subprocess.Popen([*before, sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state),
+                                repr(options)], stdout=stdout, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
                                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **(env or {})})
     try:
         yield Running(process, state, port)
@@ -340,6 +340,16 @@ def test_b20_a_signal_takes_everything_down(tmp_path, number):
         up.process.send_signal(number)
         assert up.finish() == 0
         assert all_end(pids)
+
+
+def test_b20_a_terminal_that_goes_ends_nothing_under_nohup(tmp_path):
+    with running(tmp_path, "plain", before=("nohup", )) as up:
+        up.read_until("everything is up")
+        up.process.send_signal(signal.SIGHUP)
+        time.sleep(1.0)
+        assert up.process.poll() is None and not any(map(ended, up.pids()))
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 0
 
 
 def test_b20_what_does_not_end_by_itself_is_killed(tmp_path):

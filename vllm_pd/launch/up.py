@@ -73,7 +73,8 @@ class Fleet:
 
     def run(self) -> int:
         """Start the fleet, keep it until a signal comes, end it. Returns the exit status: 1 where something failed."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
+        handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS if number not in ignored}
         try:
             try:
                 self.start()
