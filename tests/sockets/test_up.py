@@ -28,6 +28,7 @@ from vllm_pd.launch import printer as launch_printer
 from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
 from vllm_pd.launch.printer import LinePrinter
+from vllm_pd.launch.up import Fleet, StartError
 from vllm_pd.ports import take_free_run
 
 ROOT = Path(__file__).parents[2]
@@ -445,6 +446,33 @@ def test_b80_two_fleets_do_not_share_a_port(tmp_path):
         for up in ups:
             up.terminate()
             up.communicate(timeout=60)
+
+
+def in_no_folder(path: Path) -> Path:
+    return path / "none" / "state"
+
+
+def is_a_folder(path: Path) -> Path:
+    return path
+
+
+@pytest.mark.parametrize("state", [in_no_folder, is_a_folder])
+def test_b80_a_state_file_that_can_not_be_written_is_refused_before_anything_starts(tmp_path, state):
+    fleet = Fleet(plan(), state=state(tmp_path), say=lambda *_: None)
+    fleet._broker.start = lambda events: pytest.fail("started")
+    with pytest.raises(ConfigError, match=f"--state='{state(tmp_path)}'.*name a file in a folder"):
+        fleet.run()
+    with pytest.raises(ConfigError, match="--state"):  # its ports are free again
+        fleet.run()
+
+
+def test_b80_a_state_file_that_can_not_be_written_at_last_is_named(tmp_path):
+    """The disk is full by then: an error that `run` reports, and no other."""
+    fleet = Fleet(plan(), state=tmp_path / "state", say=lambda *_: None)
+    (tmp_path / "state.part").mkdir()
+    with pytest.raises(StartError, match="the state file can't be written: .*state.part"):
+        fleet._announce()
+    fleet.stop()
 
 
 def kill_prefill(up: Running) -> None:

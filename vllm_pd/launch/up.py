@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_pd.admin.client import is_healthy
-from vllm_pd.errors import PDError
+from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.launch.child import Child, Exited
 from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan, starting_at_once
 from vllm_pd.launch.printer import LinePrinter, Say, say_aloud
@@ -105,12 +105,12 @@ class Fleet:
 
     def start(self) -> None:
         """Start everything; returns when every engine is healthy. Raises StartError, ConfigError where another fleet
-        has one of the ports, or KeyboardInterrupt for a signal. The caller calls `stop` afterwards in any case."""
+        has one of the ports or the state file can't be written, or KeyboardInterrupt for a signal. The caller calls
+        `stop` afterwards in any case."""
         router = () if self.plan.router is None else (self.plan.router.port, )
         self._reserved += reserve("--port", HOST, (*router, *(engine.port for engine in self._engines)))
         self._reserved += reserve("--broker-port", HOST, (self.plan.broker_port, ))
-        if self._state is not None:
-            self._state.unlink(missing_ok=True)
+        self._clear_state()
         deadline = time.monotonic() + self._timeout_s
         self._broker.start(self._events)
         self._await_broker(min(deadline, time.monotonic() + BROKER_START_S))
@@ -162,9 +162,27 @@ class Fleet:
             self._say(f"{'router':<10} {self.plan.router.url}")
         self._say(f"{'broker':<10} {self.plan.broker_url}")
         if self._state is not None:
-            unfinished = self._state.with_name(self._state.name + ".part")
-            unfinished.write_text(json.dumps(self.state(), indent=2) + "\n")
-            os.replace(unfinished, self._state)
+            try:
+                self._unfinished.write_text(json.dumps(self.state(), indent=2) + "\n")
+                os.replace(self._unfinished, self._state)
+            except OSError as error:
+                raise StartError(f"the state file can't be written: {error}") from error
+
+    @property
+    def _unfinished(self) -> Path:
+        return Path(f"{self._state}.part")
+
+    def _clear_state(self) -> None:
+        """Remove an older state file, and find out now, not when all is up, whether a new one can be written."""
+        if self._state is None:
+            return
+        try:
+            self._state.unlink(missing_ok=True)
+            self._unfinished.touch()
+            self._unfinished.unlink()
+        except OSError as error:
+            raise ConfigError("--state", str(self._state), f"{error.strerror}: name a file in a folder that is there "
+                              "and that you may write to") from error
 
     def _watch(self) -> None:
         while True:
