@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backends in one process: a network that loses, doubles and delays, strangers, late ranks, bad settings."""
+import errno
 import os
 import queue
 import random
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -328,6 +330,22 @@ def test_calls_go_on_however_many_there_were():
     assert {member._participant.call_state.registers.released for member in members} == {many + 5}
     for member in members:
         member.close()
+
+
+def test_b80_a_group_without_memory_for_its_page_uses_the_network(monkeypatch, tmp_path):
+    """The first store to a page that has no memory ends the process by SIGBUS."""
+    folder = SharedPage.create(64)
+    assert 512 * os.stat(os.path.join(folder, "slots")).st_blocks >= 64 * 128
+    shutil.rmtree(folder)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)  # no /dev/shm
+    assert [type(member) for member in met(lambda rank, mine: mine)] == [RpcMember, RpcMember]
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_board_holds_what_each_rank_writes(tmp_path):
