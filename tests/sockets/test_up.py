@@ -29,7 +29,7 @@ from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
 from vllm_pd.launch.printer import LinePrinter
 from vllm_pd.launch.up import Fleet, StartError
-from vllm_pd.ports import take_free_run
+from vllm_pd.ports import release, reserve, take_free_run
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "fakes" / "fake_server.py")]
@@ -446,6 +446,19 @@ def test_b80_two_fleets_do_not_share_a_port(tmp_path):
         for up in ups:
             up.terminate()
             up.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("key", ["--port", "--broker-port"])
+def test_b80_a_fleet_gets_no_port_of_another(key):
+    made = plan(router=True)
+    ports = [made.router.port, *(engine.port for engine in made.engines)] if key == "--port" else [made.broker_port]
+    for port in ports:
+        others = reserve("", launch_plan.HOST, [port])
+        fleet = Fleet(made, say=lambda *_: None)
+        fleet._broker.start = lambda events: pytest.fail("started")
+        with pytest.raises(ConfigError, match=f"^{key}='127.0.0.1:{port}'.*another `vllm-pd up`"):
+            fleet.run()
+        release(others)
 
 
 def in_no_folder(path: Path) -> Path:
