@@ -33,6 +33,28 @@ def require_free(key: str, host: str, ports: Iterable[int]) -> None:
                               "one")
 
 
+def reserve(key: str, host: str, ports: Iterable[int]) -> list[socket.socket]:
+    """Keep these ports from all others on this machine that reserve theirs, until the returned sockets are closed. A
+    port in use is not enough to see: engines need long until they listen, and vLLM's may share a port (SO_REUSEPORT),
+    so that each of two fleets would get requests of the other. Raises ConfigError, naming `key` and the port."""
+    reserved: list[socket.socket] = []
+    for port in ports:
+        reserved.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            reserved[-1].bind(f"\0vllm-pd-port-{host}:{port}")  # no file: the name ends with the socket
+        except OSError as error:
+            release(reserved)
+            raise ConfigError(key, f"{host}:{port}", "another `vllm-pd up` has that port: end it, or write another "
+                              "one") from error
+    return reserved
+
+
+def release(reserved: Iterable[socket.socket]) -> None:
+    """Let others have the ports that `reserve` has reserved."""
+    for each in reserved:
+        each.close()
+
+
 def take_free_run(host: str, count: int) -> int:
     """The first of `count` consecutive ports that were free a moment ago."""
     while True:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backends in one process: a network that loses, doubles and delays, strangers, late ranks, bad settings."""
+import errno
 import os
 import queue
 import random
 import shutil
 import socket
+import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -268,31 +271,43 @@ def test_b80_ranks_with_different_settings_refuse_each_other(key, ours, theirs):
         join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=settings)
 
 
-def test_ranks_that_do_not_share_memory_use_the_network():
-    """One rank can't open the files: all take the network."""
-    def exchange_of(rank, slots=([None, None], [None, None], [None, None]), barrier=threading.Barrier(2)):  # noqa: B008
+def met(offered):
+    """Two ranks on this machine. `offered(rank, message)`: what becomes of a rank's message. Returns their members,
+    closed."""
+    slots, barrier, members = [[None, None] for _ in range(3)], threading.Barrier(2), [None, None]
+
+    def run(rank):
         rounds = iter(slots)
 
         def exchange(mine):
             slot = next(rounds)
-            slot[rank] = mine.replace(b"vllm-pd-dp-", b"vllm-pd-no-") if rank == 0 else mine
+            slot[rank] = offered(rank, mine)
             barrier.wait(BOUND_S)
             return list(slot)
-        return exchange
 
-    members = [None, None]
-
-    def run(rank):
-        members[rank] = join(rank, 2, "127.0.0.1", wake=lambda: None, exchange=exchange_of(rank), settings=SETTINGS)
+        members[rank] = join(rank, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=SETTINGS)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(BOUND_S)
-    assert [type(member) for member in members] == [RpcMember, RpcMember]
     for member in reversed(members):
         member.close()
+    return members
+
+
+def test_ranks_that_do_not_share_memory_use_the_network():
+    """One rank can't open the files: all take the network."""
+    members = met(lambda rank, mine: mine if rank else mine.replace(b"vllm-pd-dp-", b"vllm-pd-no-"))
+    assert [type(member) for member in members] == [RpcMember, RpcMember]
+
+
+@pytest.mark.parametrize("cpu, backend", [("x86_64", ShmMember), ("aarch64", RpcMember)])
+def test_b72_a_cpu_that_reorders_loads_uses_the_network(monkeypatch, cpu, backend):
+    """A rank there could read an old step request beside a new word that its owner is ready for a call."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=cpu))
+    assert [type(member) for member in met(lambda rank, mine: mine)] == [backend, backend]
 
 
 def test_calls_go_on_however_many_there_were():
@@ -315,6 +330,22 @@ def test_calls_go_on_however_many_there_were():
     assert {member._participant.call_state.registers.released for member in members} == {many + 5}
     for member in members:
         member.close()
+
+
+def test_b80_a_group_without_memory_for_its_page_uses_the_network(monkeypatch, tmp_path):
+    """The first store to a page that has no memory ends the process by SIGBUS."""
+    folder = SharedPage.create(64)
+    assert 512 * os.stat(os.path.join(folder, "slots")).st_blocks >= 64 * 128
+    shutil.rmtree(folder)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)  # no /dev/shm
+    assert [type(member) for member in met(lambda rank, mine: mine)] == [RpcMember, RpcMember]
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_board_holds_what_each_rank_writes(tmp_path):

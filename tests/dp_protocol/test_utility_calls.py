@@ -361,6 +361,28 @@ def test_ctrl_c_ends_an_engine_that_is_leaving(leaving):
     assert not leaving.leave(signal.SIGINT) and leaving._member.ending
 
 
+@pytest.mark.parametrize("method, held", [("sleep", True), ("profile", False)])
+def test_ctrl_c_during_a_call_ends_the_engine_after_it(leaving, method, held):
+    """vLLM answers a call that raises, whatever it raises. The engine would go on, and an offline program wait a day
+    for its end."""
+    member, request, ends = leaving._member, (0, 1, method, ()), []
+    leaving._leaving, member.engaged, member.rank = False, False, 1
+    member.hold = lambda name: ends.append((CallOutcome.MAKE, name))
+    member.next_call = lambda: ends.pop() if ends else None
+
+    def interrupted(*_):
+        assert not leaving.leave(signal.SIGINT)
+
+    assert leaving.hold(request) is held
+    if held:
+        leaving.make_calls(interrupted)
+    else:
+        interrupted()  # the engine makes it at once
+    assert leaving.due
+    with pytest.raises(SystemExit):
+        leaving.make_calls(None)
+
+
 class Scheduler:
     """Of an engine with requests that have ended, for the next step to report."""
     max_num_scheduled_tokens, ended = 512, False

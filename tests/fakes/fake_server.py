@@ -3,7 +3,7 @@
 
 The words are the model's name, joined by "+": `grandchild` starts a process of its own, `utf-8` prints a word in
 UTF-8, `stubborn` ignores SIGTERM, `dies` ends before it listens, `dies-late` ends when it is asked for `/die`, `slow`
-never listens.
+never listens, `shares` lets others listen at its port, as vLLM 0.9.2 does.
 """
 
 import http.server
@@ -53,6 +53,7 @@ def main() -> None:
         sys.exit(7)
     if "slow" in words:
         time.sleep(600)
+    http.server.ThreadingHTTPServer.allow_reuse_port = "shares" in words
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Health)
     if "dies-late" in words and "kv_producer" in value_of("--kv-transfer-config"):
         print("my late last words", flush=True)

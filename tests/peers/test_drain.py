@@ -166,9 +166,18 @@ def test_b80_an_engine_of_one_role_keeps_it(nursery, broker):
         assert operator.tell(m.SetRole(Role.PREFILL), WAIT_S).problem == ""
     with pytest.raises(ConfigError, match=f"no such engine.*{prefill.member.incarnation[:12]}"):
         find_engine("nobody", broker, Access(), WAIT_S)
-    with Operator(EngineAddress(prefill.member.address, "another"), Access()) as operator, \
+
+
+@pytest.mark.parametrize("order", [m.Status(), m.SetRole(Role.DECODE), m.Drain()])
+def test_b43_an_order_for_an_engine_that_is_gone_changes_none_that_has_its_address(nursery, broker, order):
+    engine = nursery.engine(Role.BOTH, broker)
+    engine.wait_until(lambda state: state["view"]["broker_up"])
+    with Operator(EngineAddress(engine.member.address, "another"), Access()) as operator, \
             pytest.raises(ControlError, match="another engine listens"):
-        operator.tell(m.Status(), WAIT_S)
+        operator.tell(order, WAIT_S)
+    with Operator(EngineAddress(engine.member.address), Access()) as operator:
+        member = operator.tell(m.Status(), WAIT_S).member
+    assert not member.draining and member.role is Role.BOTH
 
 
 def test_b43_b82_the_commands_with_and_without_the_key(nursery, tmp_path):

@@ -348,6 +348,19 @@ def test_b81_noise_is_counted_and_dropped(broker, raw):
     fresh.close()
 
 
+def test_b81_members_that_fit_into_no_frame_do_not_end_the_broker(monkeypatch, broker, raw):
+    """1,024 members may be larger than a frame: whoever can register one can register so many."""
+    monkeypatch.setattr(codec, "_framing", codec.Framing(b"PD", m.PROTOCOL, m.Envelope, "protocol", max_bytes=1500))
+    for number in range(20):
+        raw.socket.send(codec.encode("d", m.Register(member("d", m.Role.DECODE))))
+        raw.socket.send(codec.encode(f"p{number}", m.Register(member(f"p{number}", m.Role.PREFILL))))
+    wait_for(lambda: broker.counts().get("frame_too_large"), broker.counts)
+    raw.socket.send(codec.encode("d", m.Put(job(1))))
+    while not isinstance(answer := raw.answer(), m.PutReply):
+        pass
+    assert answer == m.PutReply(job(1).attempt, None, 1)
+
+
 def heard(registry, name):
     """The answer to this member's next heartbeat."""
     registered_as = next(one for one in registry.members() if one.incarnation == name)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """B82: the cluster's key. Whoever does not have it gets nothing from any socket, and disturbs nobody who has."""
+import os
 import socket
 import stat
+import subprocess
+import sys
 import time
 
 import pytest
@@ -48,6 +51,16 @@ def test_b82_a_made_key_is_private_and_never_overwritten(tmp_path):
     refused = runner.invoke(cli.app, ["keys", str(tmp_path / "no" / "folder")])
     assert isinstance(refused.exception, ConfigError) and refused.exception.key == "FILE"
     assert Keys.load(str(tmp_path / "mine")) != Keys.load(str(tmp_path / "vllm-pd.keys"))
+
+
+def test_b82_a_key_that_can_not_be_written_whole_is_not_written_at_all(tmp_path):
+    """Half of a file would be there already at the next try."""
+    program = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"
+               "sys.argv[1:] = ['keys', 'mine']\nfrom vllm_pd.cli import main; main()")
+    done = subprocess.run([sys.executable, "-B", "-c", program], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 2 and "make room" in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_b82_engines_with_the_key_work_as_without(broker, key_file):

@@ -106,6 +106,25 @@ def test_a_job_is_acknowledged_at_its_end_and_not_before(server, prefix, quick, 
         wait_for(lambda held=held: stored(server, prefix) == held, meanwhile=lambda: live(0.1, d, p))
 
 
+def test_a_connection_that_sends_nothing_any_more_is_closed_in_time(monkeypatch):
+    """Until then the backend connects to no other server."""
+    monkeypatch.setattr(nats_store, "REQUEST_S", 0.1)
+    client = SimpleNamespace(is_closed=False, close=lambda: asyncio.sleep(3600), jetstream=lambda timeout: None)
+    asyncio.run(asyncio.wait_for(nats_store.Store(client, "x").close(), 30))
+
+
+def test_a_job_that_ends_while_too_many_commands_wait_is_acknowledged_later(server, prefix, speaker):
+    d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    p.take(1)
+    d.put(0)
+    assert p.offer() == 0
+    p.line.commands._limit, limit = 0, p.line.commands._limit
+    p.line.holding(set())
+    p.line.commands._limit = limit
+    wait_for(lambda: stored(server, prefix) == 0, meanwhile=lambda: (p.line.holding(set()), live(0.1, d, p)),
+             timeout_s=30)  # its own time, after which the server forgets it, is 60 s
+
+
 def test_an_offer_that_was_not_fetched_yet_has_not_ended(server, prefix, speaker):
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
     p.take(1)

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_pd import ports as module
 from vllm_pd.errors import ConfigError
-from vllm_pd.ports import is_free, require_free, take_free, take_free_run
+from vllm_pd.ports import is_free, release, require_free, reserve, take_free, take_free_run
 
 HOST = "127.0.0.1"
 
@@ -31,3 +31,14 @@ def test_b80_a_taken_port_is_refused_and_never_taken_again():
         with pytest.raises(ConfigError, match=f"bind.*{port}.*in use"):
             require_free("bind", HOST, [port])
     require_free("bind", HOST, [port])
+
+
+def test_b80_a_reserved_port_is_refused_until_it_is_released():
+    first = take_free_run(HOST, 3)
+    held = reserve("--port", HOST, [first + 2])
+    with pytest.raises(ConfigError, match=f"--port='{HOST}:{first + 2}'.*another `vllm-pd up`") as refused:
+        reserve("--port", HOST, range(first, first + 3))
+    release(reserve("--port", HOST, range(first, first + 2)))  # what was reserved before the refusal
+    assert refused.value.key == "--port"
+    release(held)
+    release(reserve("--port", HOST, range(first, first + 3)))

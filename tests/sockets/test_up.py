@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +28,8 @@ from vllm_pd.launch import printer as launch_printer
 from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
 from vllm_pd.launch.printer import LinePrinter
-from vllm_pd.ports import take_free_run
+from vllm_pd.launch.up import Fleet, StartError
+from vllm_pd.ports import release, reserve, take_free_run
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "fakes" / "fake_server.py")]
@@ -43,6 +44,25 @@ router = options.pop("router", False)
 plan = plan_fleet(UpOptions(model, 1, 1, port, router=router), [], serve=[*command, "serve"],
                   broker=[*command, "broker"], router=[*command, "router"])
 sys.exit(Fleet(plan, state=state, **options).run())
+"""
+
+
+PLAN_EARLY = """
+import sys
+from pathlib import Path
+from vllm_pd.errors import ConfigError
+from vllm_pd.launch.plan import UpOptions, plan_fleet
+from vllm_pd.launch.up import Fleet
+command = [sys.executable, sys.argv[1]]
+plan = plan_fleet(UpOptions("shares", port=int(sys.argv[3])), [], serve=[*command, "serve"],
+                  broker=[*command, "broker"])
+print("planned", flush=True)
+sys.stdin.readline()
+try:
+    sys.exit(Fleet(plan, state=Path(sys.argv[2])).run())
+except ConfigError as error:
+    print(error, flush=True)
+    sys.exit(2)
 """
 
 
@@ -190,11 +210,11 @@ class Running:
 
 @contextlib.contextmanager
 def running(tmp_path: Path, model: str, *, stdout: int = subprocess.PIPE, env: Mapping[str, str] | None = None,
-            **options) -> Iterator[Running]:
+            before: Sequence[str] = (), **options) -> Iterator[Running]:
     port, state = take_free_run("127.0.0.1", 3), tmp_path / "state.json"
     state.write_text("stale")
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state), repr(options)],
-                               stdout=stdout, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+    process = subprocess.Popen([*before, sys.executable, "-c", PROGRAM, FAKE[1], model, str(port), str(state),
+                                repr(options)], stdout=stdout, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
                                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **(env or {})})
     try:
         yield Running(process, state, port)
@@ -323,6 +343,16 @@ def test_b20_a_signal_takes_everything_down(tmp_path, number):
         assert all_end(pids)
 
 
+def test_b20_a_terminal_that_goes_ends_nothing_under_nohup(tmp_path):
+    with running(tmp_path, "plain", before=("nohup", )) as up:
+        up.read_until("everything is up")
+        up.process.send_signal(signal.SIGHUP)
+        time.sleep(1.0)
+        assert up.process.poll() is None and not any(map(ended, up.pids()))
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 0
+
+
 def test_b20_what_does_not_end_by_itself_is_killed(tmp_path):
     with running(tmp_path, "stubborn", stop_timeout_s=0.5) as up:
         up.read_until("everything is up")
@@ -392,6 +422,70 @@ def test_child_that_dies_while_starting_ends_all(tmp_path):
         assert "[up]     my last words" in up.lines
         assert any("ended with 7" in line for line in up.lines)
         assert not up.state_file.exists(), "a state file from before must not be taken for ours"
+
+
+def test_b80_two_fleets_do_not_share_a_port(tmp_path):
+    """Both are planned before the engines of either listen, and vLLM's servers may share a port."""
+    port = str(take_free_run("127.0.0.1", 3))
+    ups = [subprocess.Popen([sys.executable, "-c", PLAN_EARLY, FAKE[1], str(tmp_path / name), port], text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT,
+                            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
+           for name in ("1", "2")]
+    try:
+        for up in ups:
+            assert up.stdout.readline() == "planned\n"
+        ups[0].stdin.write("\n")
+        ups[0].stdin.flush()
+        while "everything is up" not in (line := ups[0].stdout.readline()):
+            assert line
+        output, _ = ups[1].communicate("\n", timeout=60)
+        assert ups[1].returncode == 2 and f"--port='127.0.0.1:{port}'" in output, output
+        assert "another `vllm-pd up` has that port" in output
+        assert (tmp_path / "1").exists()
+    finally:
+        for up in ups:
+            up.terminate()
+            up.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("key", ["--port", "--broker-port"])
+def test_b80_a_fleet_gets_no_port_of_another(key):
+    made = plan(router=True)
+    ports = [made.router.port, *(engine.port for engine in made.engines)] if key == "--port" else [made.broker_port]
+    for port in ports:
+        others = reserve("", launch_plan.HOST, [port])
+        fleet = Fleet(made, say=lambda *_: None)
+        fleet._broker.start = lambda events: pytest.fail("started")
+        with pytest.raises(ConfigError, match=f"^{key}='127.0.0.1:{port}'.*another `vllm-pd up`"):
+            fleet.run()
+        release(others)
+
+
+def in_no_folder(path: Path) -> Path:
+    return path / "none" / "state"
+
+
+def is_a_folder(path: Path) -> Path:
+    return path
+
+
+@pytest.mark.parametrize("state", [in_no_folder, is_a_folder])
+def test_b80_a_state_file_that_can_not_be_written_is_refused_before_anything_starts(tmp_path, state):
+    fleet = Fleet(plan(), state=state(tmp_path), say=lambda *_: None)
+    fleet._broker.start = lambda events: pytest.fail("started")
+    with pytest.raises(ConfigError, match=f"--state='{state(tmp_path)}'.*name a file in a folder"):
+        fleet.run()
+    with pytest.raises(ConfigError, match="--state"):  # its ports are free again
+        fleet.run()
+
+
+def test_b80_a_state_file_that_can_not_be_written_at_last_is_named(tmp_path):
+    """The disk is full by then: an error that `run` reports, and no other."""
+    fleet = Fleet(plan(), state=tmp_path / "state", say=lambda *_: None)
+    (tmp_path / "state.part").mkdir()
+    with pytest.raises(StartError, match="the state file can't be written: .*state.part"):
+        fleet._announce()
+    fleet.stop()
 
 
 def kill_prefill(up: Running) -> None:

@@ -54,15 +54,22 @@ class Operator:
 
     def tell(self, order: m.Message, timeout_s: float = 5.0) -> m.StatusReply:
         """Send an order; returns the engine's status after it. Raises ControlError without an answer in time, or where
-        the engine refuses."""
+        the engine refuses. Where the incarnation is known, it is checked before an order that changes anything: the
+        registry lists an engine for a while after its end, and another may have its address by then."""
         deadline = time.monotonic() + timeout_s
-        self._call.say(order, deadline)
+        if self.target.incarnation is not None and not isinstance(order, m.Status):
+            self._ask(m.Status(), deadline)
+        reply = self._ask(order, deadline)
+        if reply.problem:
+            raise ControlError(reply.problem)
+        return reply
+
+    def _ask(self, message: m.Message, deadline: float) -> m.StatusReply:
+        self._call.say(message, deadline)
         for sender, reply in self._call.answers(deadline):
             if self.target.incarnation not in (None, sender):
                 raise ControlError(f"another engine listens at {self.target.address} by now: {sender}")
             if isinstance(reply, m.StatusReply):
-                if reply.problem:
-                    raise ControlError(reply.problem)
                 return reply
         raise ControlError(f"the engine at {self.target.address} does not answer: it is stopped or gone, or has "
                            "another key")

@@ -74,9 +74,10 @@ class NatsBackend(BrokerBackend):
 
     def holding(self, attempts: Set[m.Attempt]) -> None:
         ended = self._offered - attempts
-        if ended:
+        # Without a connection the server gives the job to another engine, which is denied. With one that has no room
+        # for the command, the session would report the job as in progress for good: so try again with the next call.
+        if ended and self._command(frozenset(ended)) is not SendResult.FULL:
             self._offered -= ended
-            self._command(frozenset(ended))  # if it fails, the server gives the job to another engine, which is denied
 
     def close(self, linger_ms: int) -> None:
         self._closing.set()

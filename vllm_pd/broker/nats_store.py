@@ -7,6 +7,7 @@ server is gone, or refuses; the connection is then of no more use.
 """
 import asyncio
 import collections
+import contextlib
 import datetime
 import hashlib
 import json
@@ -135,9 +136,11 @@ class Store:
         return self._client.max_payload - 1024
 
     async def close(self) -> None:
-        """Close the connection."""
+        """Close the connection. The library first sends what waits to be sent, and a server that can't be reached takes
+        nothing, so this ends after `REQUEST_S` in any case."""
         if not self._client.is_closed:
-            await self._client.close()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._client.close(), REQUEST_S)
 
     async def now_s(self) -> float:
         """What the server's clock shows."""

@@ -116,7 +116,12 @@ class Broker:
             route = self._routes.get(to)
             result = sockets.SendResult.UNREACHABLE
             if route is not None:
-                result = sockets.send(self._socket, route, codec.encode(self._registry.incarnation, message))
+                try:
+                    frame = codec.encode(self._registry.incarnation, message)
+                except codec.BadFrame:  # members may be too many and too large for one
+                    self.counters["frame_too_large"] += 1
+                    continue
+                result = sockets.send(self._socket, route, frame)
             if result is not sockets.SendResult.SENT:
                 self.counters["undeliverable"] += 1
                 gone = result is sockets.SendResult.UNREACHABLE

@@ -104,6 +104,7 @@ class EngineSync:
         self._had_batches = False  # whether the pipeline had batches before this step
         self._may_linger = False
         self._leaving = self._left = False
+        self._ends_now = False  # the process has got the signal to end at once
         self._linger_s = 0.0
         self._last_due_s = 0.0  # when another rank last requested a step, or this one began to leave
         self._budget: int | None = None  # the scheduler's token budget, kept here while this rank is at rest
@@ -138,8 +139,8 @@ class EngineSync:
     @property
     def due(self) -> bool:
         """Whether the engine loop must not block, even if it has no request."""
-        return (self.calls.overdue or self._member.due or self._leaving and self._leaves_now or self._in_flight
-                or self._rest_is_due)
+        return (self._ends_now or self.calls.overdue or self._member.due or self._leaving and self._leaves_now
+                or self._in_flight or self._rest_is_due)
 
     @property
     def may_step(self) -> bool:
@@ -152,7 +153,10 @@ class EngineSync:
 
     def make_calls(self, make: Callable[[Any, UtilityRequest], None]) -> None:
         """Make the utility calls that all ranks make now: `make(request type, call)`. Afterwards the scheduler gives
-        tokens only if `may_step`. Raises GroupFailed, and SystemExit if the group fails after this rank has left."""
+        tokens only if `may_step`. Raises GroupFailed, and SystemExit if the group fails after this rank has left, or if
+        the signal to end came during a call: vLLM takes the signal handler's SystemExit there for a failed call."""
+        if self._ends_now:
+            raise SystemExit
         if self._leaving and not self._left:
             self._go_on_leaving()  # even with requests: nobody waits for their answers any more
         if self.calls:
@@ -243,6 +247,7 @@ class EngineSync:
         """
         if not self._may_linger or signum != signal.SIGTERM:
             self._member.expect_end()
+            self._ends_now = True
             return False
         if self._leaving:
             return True

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of a group meet: two all-gathers, after which all of them use the same backend. They use shared memory
-if every rank can open rank 0's files and watch the processes of all others, otherwise the network.
+if every rank can open rank 0's files and watch the processes of all others, otherwise the network. A CPU that may
+change the order of loads and stores, like ARM, always gets the network: the shared page relies on that order.
 """
 import os
 import shutil
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
+
+_ORDERED_CPU = "x86_64"  # every process sees another's stores, and does its own loads, in the order of the program
 
 
 class _RankOffer(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +51,7 @@ def join(rank: int, size: int, host: str, *, wake: Wake, exchange: Exchange, abo
 
     For the other parameters see vllm_pd.dp. If `shared_memory` is false on any rank, all ranks use the network.
     """
+    shared_memory = shared_memory and os.uname().machine == _ORDERED_CPU
     settings = check(settings or SyncSettings())
     if not 0 <= rank < size:
         raise ConfigError("data_parallel_rank", rank, f"it must be at least 0 and less than data_parallel_size={size}")

@@ -17,6 +17,7 @@ import mmap
 import os
 import secrets
 import select
+import shutil
 import tempfile
 import time
 from enum import IntEnum
@@ -92,13 +93,18 @@ class SharedPage:
 
     @staticmethod
     def create(size: int) -> str:
-        """Create the files of a new group of `size` ranks. Returns their folder. Raises OSError."""
+        """Create the files of a new group of `size` ranks. Returns their folder. Raises OSError, and leaves nothing."""
         parent = "/dev/shm" if os.path.isdir("/dev/shm") else None
         folder = tempfile.mkdtemp(prefix=f"vllm-pd-dp-{secrets.token_hex(4)}-", dir=parent)
-        with open(os.path.join(folder, "slots"), "wb") as file:
-            file.truncate(size * _SLOT_WORDS * _WORD_BYTES)
-        for rank in range(size):
-            os.mkfifo(os.path.join(folder, f"wakeup.{rank}"), 0o600)
+        try:
+            with open(os.path.join(folder, "slots"), "wb") as file:
+                # Take the memory now. Where there is none left, the first store to the page would end the process.
+                os.posix_fallocate(file.fileno(), 0, size * _SLOT_WORDS * _WORD_BYTES)
+            for rank in range(size):
+                os.mkfifo(os.path.join(folder, f"wakeup.{rank}"), 0o600)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder
 
     def read(self, rank: int, field: _Word) -> int:

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_pd.admin.client import is_healthy
-from vllm_pd.errors import PDError
+from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.launch.child import Child, Exited
 from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan, starting_at_once
 from vllm_pd.launch.printer import LinePrinter, Say, say_aloud
+from vllm_pd.ports import release, reserve
 
 CHECK_PERIOD_S = 0.25
 BROKER_START_S = 30.0
@@ -68,10 +69,12 @@ class Fleet:
         self._router = (None if plan.router is None
                         else Child("router", plan.router.command, env=plan.router.env, say=put))
         self._dead: list[Child] = []
+        self._reserved: list[socket.socket] = []  # the ports of this fleet
 
     def run(self) -> int:
         """Start the fleet, keep it until a signal comes, end it. Returns the exit status: 1 where something failed."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # by nohup
+        handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS if number not in ignored}
         try:
             try:
                 self.start()
@@ -101,10 +104,13 @@ class Fleet:
         self.stop()
 
     def start(self) -> None:
-        """Start everything; returns when every engine is healthy. Raises StartError, or KeyboardInterrupt for a
-        signal. The caller calls `stop` afterwards in any case."""
-        if self._state is not None:
-            self._state.unlink(missing_ok=True)
+        """Start everything; returns when every engine is healthy. Raises StartError, ConfigError where another fleet
+        has one of the ports or the state file can't be written, or KeyboardInterrupt for a signal. The caller calls
+        `stop` afterwards in any case."""
+        router = () if self.plan.router is None else (self.plan.router.port, )
+        self._reserved += reserve("--port", HOST, (*router, *(engine.port for engine in self._engines)))
+        self._reserved += reserve("--broker-port", HOST, (self.plan.broker_port, ))
+        self._clear_state()
         deadline = time.monotonic() + self._timeout_s
         self._broker.start(self._events)
         self._await_broker(min(deadline, time.monotonic() + BROKER_START_S))
@@ -138,6 +144,7 @@ class Fleet:
                 children.append(self._router)
             patient = self._end(children, self._stop_timeout_s if patient else 0.0) and patient
         self._end([self._broker], BROKER_STOP_S)
+        release(self._reserved)
         self._printer.close()
 
     def state(self) -> dict:
@@ -155,9 +162,27 @@ class Fleet:
             self._say(f"{'router':<10} {self.plan.router.url}")
         self._say(f"{'broker':<10} {self.plan.broker_url}")
         if self._state is not None:
-            unfinished = self._state.with_name(self._state.name + ".part")
-            unfinished.write_text(json.dumps(self.state(), indent=2) + "\n")
-            os.replace(unfinished, self._state)
+            try:
+                self._unfinished.write_text(json.dumps(self.state(), indent=2) + "\n")
+                os.replace(self._unfinished, self._state)
+            except OSError as error:
+                raise StartError(f"the state file can't be written: {error}") from error
+
+    @property
+    def _unfinished(self) -> Path:
+        return Path(f"{self._state}.part")
+
+    def _clear_state(self) -> None:
+        """Remove an older state file, and find out now, not when all is up, whether a new one can be written."""
+        if self._state is None:
+            return
+        try:
+            self._state.unlink(missing_ok=True)
+            self._unfinished.touch()
+            self._unfinished.unlink()
+        except OSError as error:
+            raise ConfigError("--state", str(self._state), f"{error.strerror}: name a file in a folder that is there "
+                              "and that you may write to") from error
 
     def _watch(self) -> None:
         while True:

@@ -67,9 +67,13 @@ class Keys:
         except OSError as error:
             raise ConfigError(key, str(file), f"{error.strerror}: write a name in a folder that you may write to"
                               ) from error
-        with os.fdopen(descriptor, "w") as stream:
-            os.fchmod(descriptor, 0o600)
-            stream.write(_TEXT.format(public=public.decode(), secret=secret.decode()))
+        try:
+            with os.fdopen(descriptor, "w") as stream:
+                os.fchmod(descriptor, 0o600)
+                stream.write(_TEXT.format(public=public.decode(), secret=secret.decode()))
+        except OSError as error:  # the disk is full: a half of a file would be in the way of the next try
+            file.unlink(missing_ok=True)
+            raise ConfigError(key, str(file), f"{error.strerror}: make room, or write a name elsewhere") from error
         return file
 
 
