@@ -303,6 +303,37 @@ def test_the_file_tier_keeps_its_bound(memory: Path, tmp_path: Path):
     store.close()
 
 
+@pytest.mark.parametrize("ahead_s, kept", [(3600, 10), (300, 1)], ids=["an hour", "a little"])
+def test_after_the_clock_was_set_back_what_is_new_stays(arena: BlockArena, ahead_s: int, kept: int,
+                                                        monkeypatch: pytest.MonkeyPatch):
+    """What was used at times that are yet to come goes first, or each new block would go instead, until then. It does
+    not where two processes have read the clock at different moments."""
+    now_ns = time.time_ns
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time_ns", lambda: now_ns() + ahead_s * 10**9)
+        for number in range(arena.shape.slots):
+            arena.put(key_of(number), [content_of(0)])
+    new = range(1000, 1010)
+    for number in new:
+        arena.put(key_of(number), [content_of(0)])
+    assert sum(arena.contains(key_of(number)) for number in new) == kept
+    assert arena.contains(key_of(new[-1])) and arena.blocks() == arena.shape.slots
+
+
+def test_after_the_clock_was_set_back_new_files_stay(memory: Path, tmp_path: Path):
+    store = store_of(memory, tmp_path, file_blocks=32)
+    for number in range(28):
+        store.put(key_of(number), [content_of(0)])
+    assert store.flush(60)
+    for file in store.files.files():
+        os.utime(file.path, ns=(0, file.used_ns + 3600 * 10**9))
+    for number in range(100, 120):
+        store.put(key_of(number), [content_of(0)])
+        assert store.flush(60)
+    assert all(store.files.contains(key_of(number)) for number in range(100, 120))
+    store.close()
+
+
 def test_b104_the_users_own_files_stay(memory: Path, tmp_path: Path):
     """A folder with other things in it, some with names that look like ours: the tier that is full removes its own."""
     name = "ab" * 32

@@ -20,12 +20,13 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
+from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed, recency
 
 READ_BYTES = 256 << 10  # read, then summed while it is in the cache
 SHARE = 16  # a process writes 1 / SHARE of the limit before it looks at the folder again
@@ -45,9 +46,10 @@ class StoredFile(NamedTuple):
     path: str
 
 
-def choose_removals(files: Iterable[StoredFile], most_bytes: int) -> list[StoredFile]:
-    """The least recently used of these files, as many as must go until the others have at most `most_bytes` bytes."""
-    files = sorted(files)
+def choose_removals(files: Iterable[StoredFile], most_bytes: int, now_ns: int) -> list[StoredFile]:
+    """The least recently used of these files, as many as must go until the others have at most `most_bytes` bytes.
+    `now_ns`: since 1970."""
+    files = sorted(files, key=lambda file: (recency(file.used_ns, now_ns), file))
     excess = sum(file.size for file in files) - most_bytes
     removals = []
     for file in files:
@@ -177,7 +179,8 @@ class FileTier:
         fd = os.open(self.folder / "looking", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for file in choose_removals(self.files(), self._limit_bytes - 2 * (self._limit_bytes // SHARE)):
+            for file in choose_removals(self.files(), self._limit_bytes - 2 * (self._limit_bytes // SHARE),
+                                        time.time_ns()):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(file.path)
         except BlockingIOError:
