@@ -16,6 +16,7 @@ import pytest
 
 from vllm_pd.store import loads, view
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
+from vllm_pd.store.loads import BlockLoader
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.view import FileNames, StoreView
 from vllm_pd.store.worker import StoreWorker
@@ -80,7 +81,7 @@ def until(holds: Callable[[], object]) -> object:
     return found
 
 
-def ends(worker: StoreWorker, count: int) -> tuple[set[str], set[str]]:
+def ends(worker: StoreWorker | BlockLoader, count: int) -> tuple[set[str], set[str]]:
     """That many loads, and those that failed."""
     ended, failed = set(), set()
 
@@ -128,6 +129,35 @@ def test_b104_a_disk_that_hangs_fails_the_loads(setting: Setting, hang: threadin
     worker.begin_loads({"again": [named(2)]})
     assert ends(worker, 1) == ({"again"}, set())
     assert all((part[2] == 2).all() for part in parts)
+
+
+def test_b104_a_disk_that_is_slow_fails_loads_in_time():
+    """B104: one that brings each block just in time. No load lasts longer than `LOAD_S`, however many blocks it has, or
+    those before it; one that came later goes on."""
+    clock, copies, brings = [1000.0], [], threading.Semaphore(0)
+
+    def load_block(block: NamedBlock, load: loads.BlockLoad) -> bool:
+        brings.acquire()
+        with load:
+            copies.append(block)
+        return True
+
+    loader = BlockLoader(load_block, lambda: clock[0])
+    loader.begin("slow", [named(number) for number in range(100)])
+    loader.begin("behind", [named(101)])
+    until(lambda: loader._since_s is not None)
+    for brought in range(1, 13):
+        clock[0] += 9.9
+        assert loader.take_ended() == (set(), set())
+        brings.release()
+        until(lambda brought=brought: len(copies) == brought and loader._since_s == clock[0])
+    loader.begin("later", [named(102)])
+    clock[0] += 9.9
+    assert loader.take_ended() == ({"slow", "behind"}, ) * 2 and loader.counts == {"overdue": 2}
+    for _ in range(2):
+        brings.release()
+    assert ends(loader, 1) == ({"later"}, set()) and copies[12:] == [named(102)]
+    assert loader.close(WAIT_S)
 
 
 def test_b104_a_disk_that_hangs_does_not_hold_up_the_end(setting: Setting, hang: threading.Event, monkeypatch):
