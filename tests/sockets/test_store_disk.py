@@ -236,6 +236,28 @@ def test_names_come_and_go(tmp_path: Path):
     assert bytes.fromhex(path.name) in names
 
 
+@pytest.mark.parametrize("name", ["ab", "model"])
+def test_names_that_could_not_be_listed_once_are_listed_then(name: str, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch):
+    """A folder that can't be read is not an empty one, although it has not changed when it can."""
+    folder, scandir = tmp_path / "model", os.scandir
+    names, path = FileNames(folder), folder / "ab" / ("ab" * 32)
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.utime(path.parent, (1, 1))
+
+    def fails(where: str) -> object:
+        if Path(where).name == name:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(where)
+
+    with monkeypatch.context() as short:
+        short.setattr(os, "scandir", fails)
+        names.refresh()
+    names.refresh()
+    assert bytes.fromhex(path.name) in names
+
+
 def test_a_full_disk_is_said_once_and_left_alone(setting: Setting, caplog, monkeypatch: pytest.MonkeyPatch):
     """Not a line for each block. For a while nothing is tried, then again."""
     worker, _ = setting.worker()

@@ -62,8 +62,8 @@ def choose_removals(files: Iterable[StoredFile], most_bytes: int, now_ns: int) -
 
 def named_entries(folder: str | os.PathLike, form: re.Pattern, is_folder: bool) -> Iterator[os.DirEntry]:
     """The folders, or else the regular files, in a folder whose names have that form. Follows no link; nothing where
-    the folder can't be read."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    there is no folder. Raises OSError where it can't be read: it must not pass for an empty one."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             if form.fullmatch(entry.name):
                 is_wanted = entry.is_dir if is_folder else entry.is_file
@@ -155,7 +155,8 @@ class FileTier:
         return checksum
 
     def files(self) -> Iterator[StoredFile]:
-        """All files of ours, in no order. Removes what a killed writer has left of one."""
+        """All files of ours, in no order. Removes what a killed writer has left of one. Raises OSError where the disk
+        does."""
         for model in named_entries(self.folder, MODEL_FORM, True):
             for one_set in named_entries(model.path, SET_FORM, True):
                 for entry in named_entries(one_set.path, _OUR_FORM, False):
