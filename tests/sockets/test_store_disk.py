@@ -215,7 +215,8 @@ def test_b104_the_scheduler_makes_no_system_call(setting: Setting, monkeypatch: 
         assert not seen.contains(named(1).name)
 
 
-def test_names_come_and_go(tmp_path: Path):
+@pytest.mark.parametrize("changed_s", [1, 1 << 32], ids=["long ago", "before the clock was set back"])
+def test_names_come_and_go(changed_s: int, tmp_path: Path):
     """Of a folder that has not changed nothing is listed, unless it has changed just before."""
     names, path = FileNames(tmp_path), tmp_path / "ab" / ("ab" * 32)
     names.refresh()
@@ -228,10 +229,10 @@ def test_names_come_and_go(tmp_path: Path):
     names.refresh()
     assert bytes.fromhex(path.name) not in names
     path.touch()
-    os.utime(path.parent, (1, 1))
+    os.utime(path.parent, (changed_s, changed_s))
     names.refresh()
     path.unlink()
-    os.utime(path.parent, (1, 1))  # no file system does that
+    os.utime(path.parent, (changed_s, changed_s))  # no file system does that
     names.refresh()
     assert bytes.fromhex(path.name) in names
 

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.pd")
 
 REFRESH_S = 1.0
 STALE_S = 10.0
-SETTLED_NS = 10**9  # a folder that was changed later than this before it was listed may have changed again unseen
+SETTLED_NS = 10**9  # a folder that was changed this close to when it was listed may have changed again unseen
 
 
 class StoreView:
@@ -94,7 +94,7 @@ class FileNames:
         if known is not None and known.changed_ns == changed_ns:
             return known
         names = frozenset(bytes.fromhex(one.name) for one in named_entries(path, BLOCK_FORM, False))
-        return _ListedSet(changed_ns if now_ns - changed_ns > SETTLED_NS else None, names)
+        return _ListedSet(changed_ns if abs(now_ns - changed_ns) > SETTLED_NS else None, names)
 
     def close(self) -> None:
         """End the thread as soon as the disk lets it. Idempotent."""
