@@ -193,6 +193,39 @@ def test_b104_a_disk_with_errors_is_a_miss(setting: Setting, error: int, monkeyp
     until(lambda: seen.contains(named(1).name))
 
 
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_b104_a_disk_whose_files_can_not_be_read_is_known(call: str, setting: Setting,
+                                                          monkeypatch: pytest.MonkeyPatch, caplog):
+    """B104: a miss, which is counted and logged as an error of the disk. The files stay."""
+    setting.only_in_files(1, 2)
+    worker, parts = setting.worker()
+
+    def fails(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, call, fails)
+        worker.begin_loads({"a": [named(1), named(2)], "b": [named(1)]})
+        assert ends(worker, 2) == ({"a", "b"}, ) * 2
+    assert worker.store.counts == {"error": 2, "missing": 2}
+    assert sum("Input/output error, with files in" in record.message for record in caplog.records) == 1
+    worker.begin_loads({"a": [named(1), named(2)]})
+    assert ends(worker, 1) == ({"a"}, set()) and (parts[1][2] == 2).all()
+
+
+def test_b104_a_disk_that_can_only_be_read_is_read(setting: Setting, monkeypatch: pytest.MonkeyPatch):
+    """B104: as the kernel makes it after errors. When a file was used can't be noted there."""
+    setting.only_in_files(1)
+    worker, parts = setting.worker()
+
+    def fails(*arguments, **keywords):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", fails)
+    worker.begin_loads({"a": [named(1)]})
+    assert ends(worker, 1) == ({"a"}, set()) and (parts[1][1] == 1).all()
+
+
 def test_b104_the_scheduler_makes_no_system_call(setting: Setting, monkeypatch: pytest.MonkeyPatch):
     """B104: `contains` in its thread only looks at memory; what a hanging disk has said counts for a while."""
     setting.only_in_files(1)

@@ -14,6 +14,7 @@ where it is taken, blocks are not written rather than waited for.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
@@ -134,12 +135,15 @@ class FileTier:
 
     def read(self, key: BlockKey, view: memoryview) -> int | None:
         """Fill the view with the block, which must have its length. Returns the checksum of what is now in the view;
-        None if there is no block that is whole and right: a file that is not is removed. For `BlockArena.put_from`."""
+        None if there is no block that is whole and right: a file that is not is removed. For `BlockArena.put_from`.
+        Raises OSError where the disk does."""
         path = self.path(key)
         try:
             fd = os.open(path, _READ_FLAGS)
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):  # none, or a link
+                return None
+            raise
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
@@ -147,9 +151,8 @@ class FileTier:
             if checksum is None:
                 path.unlink(missing_ok=True)
             else:
-                os.utime(fd)  # used
-        except OSError:
-            return None
+                with contextlib.suppress(OSError):  # a disk that can only be read
+                    os.utime(fd)  # used
         finally:
             os.close(fd)
         return checksum
