@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store in real shared memory and files, with processes that are killed. Its rules alone: tests/proof."""
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -300,6 +301,59 @@ def test_the_file_tier_keeps_its_bound(memory: Path, tmp_path: Path):
     assert store.files.contains(key_of(0)) and store.files.contains(key_of(199))
     assert not store.files.contains(key_of(1)) and not left.exists()
     assert store.counts["written"] == 200
+    store.close()
+
+
+@pytest.mark.parametrize("ahead_s, kept", [(3600, 10), (300, 1)], ids=["an hour", "a little"])
+def test_after_the_clock_was_set_back_what_is_new_stays(arena: BlockArena, ahead_s: int, kept: int,
+                                                        monkeypatch: pytest.MonkeyPatch):
+    """What was used at times that are yet to come goes first, or each new block would go instead, until then. It does
+    not where two processes have read the clock at different moments."""
+    now_ns = time.time_ns
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time_ns", lambda: now_ns() + ahead_s * 10**9)
+        for number in range(arena.shape.slots):
+            arena.put(key_of(number), [content_of(0)])
+    new = range(1000, 1010)
+    for number in new:
+        arena.put(key_of(number), [content_of(0)])
+    assert sum(arena.contains(key_of(number)) for number in new) == kept
+    assert arena.contains(key_of(new[-1])) and arena.blocks() == arena.shape.slots
+
+
+def test_the_file_tier_keeps_its_bound_where_a_folder_can_not_be_listed(memory: Path, tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch):
+    """A process that is short of file descriptors: what it does not see is not room. It writes nothing meanwhile."""
+    store, scandir = store_of(memory, tmp_path, file_blocks=32), os.scandir
+
+    def fails(path: str) -> object:
+        if len(Path(path).name) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(path)
+
+    with monkeypatch.context() as short:
+        short.setattr(os, "scandir", fails)
+        for number in range(60):
+            store.put(key_of(number), [content_of(0)])
+            assert store.flush(60)
+    assert sum(file.size for file in store.files.files()) <= 32 * (BLOCK + HEADER_BYTES)
+    assert store.counts["error"] and not store.files.contains(key_of(59))
+    store.put(key_of(60), [content_of(0)])
+    assert store.flush(60) and store.files.contains(key_of(60))
+    store.close()
+
+
+def test_after_the_clock_was_set_back_new_files_stay(memory: Path, tmp_path: Path):
+    store = store_of(memory, tmp_path, file_blocks=32)
+    for number in range(28):
+        store.put(key_of(number), [content_of(0)])
+    assert store.flush(60)
+    for file in store.files.files():
+        os.utime(file.path, ns=(0, file.used_ns + 3600 * 10**9))
+    for number in range(100, 120):
+        store.put(key_of(number), [content_of(0)])
+        assert store.flush(60)
+    assert all(store.files.contains(key_of(number)) for number in range(100, 120))
     store.close()
 
 

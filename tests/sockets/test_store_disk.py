@@ -16,6 +16,7 @@ import pytest
 
 from vllm_pd.store import loads, view
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
+from vllm_pd.store.loads import BlockLoader
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.view import FileNames, StoreView
 from vllm_pd.store.worker import StoreWorker
@@ -80,7 +81,7 @@ def until(holds: Callable[[], object]) -> object:
     return found
 
 
-def ends(worker: StoreWorker, count: int) -> tuple[set[str], set[str]]:
+def ends(worker: StoreWorker | BlockLoader, count: int) -> tuple[set[str], set[str]]:
     """That many loads, and those that failed."""
     ended, failed = set(), set()
 
@@ -130,6 +131,35 @@ def test_b104_a_disk_that_hangs_fails_the_loads(setting: Setting, hang: threadin
     assert all((part[2] == 2).all() for part in parts)
 
 
+def test_b104_a_disk_that_is_slow_fails_loads_in_time():
+    """B104: one that brings each block just in time. No load lasts longer than `LOAD_S`, however many blocks it has, or
+    those before it; one that came later goes on."""
+    clock, copies, brings = [1000.0], [], threading.Semaphore(0)
+
+    def load_block(block: NamedBlock, load: loads.BlockLoad) -> bool:
+        brings.acquire()
+        with load:
+            copies.append(block)
+        return True
+
+    loader = BlockLoader(load_block, lambda: clock[0])
+    loader.begin("slow", [named(number) for number in range(100)])
+    loader.begin("behind", [named(101)])
+    until(lambda: loader._since_s is not None)
+    for brought in range(1, 13):
+        clock[0] += 9.9
+        assert loader.take_ended() == (set(), set())
+        brings.release()
+        until(lambda brought=brought: len(copies) == brought and loader._since_s == clock[0])
+    loader.begin("later", [named(102)])
+    clock[0] += 9.9
+    assert loader.take_ended() == ({"slow", "behind"}, ) * 2 and loader.counts == {"overdue": 2}
+    for _ in range(2):
+        brings.release()
+    assert ends(loader, 1) == ({"later"}, set()) and copies[12:] == [named(102)]
+    assert loader.close(WAIT_S)
+
+
 def test_b104_a_disk_that_hangs_does_not_hold_up_the_end(setting: Setting, hang: threading.Event, monkeypatch):
     monkeypatch.setattr("vllm_pd.store.worker.CLOSE_S", 0.1)
     setting.only_in_files(1)
@@ -163,6 +193,39 @@ def test_b104_a_disk_with_errors_is_a_miss(setting: Setting, error: int, monkeyp
     until(lambda: seen.contains(named(1).name))
 
 
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_b104_a_disk_whose_files_can_not_be_read_is_known(call: str, setting: Setting,
+                                                          monkeypatch: pytest.MonkeyPatch, caplog):
+    """B104: a miss, which is counted and logged as an error of the disk. The files stay."""
+    setting.only_in_files(1, 2)
+    worker, parts = setting.worker()
+
+    def fails(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, call, fails)
+        worker.begin_loads({"a": [named(1), named(2)], "b": [named(1)]})
+        assert ends(worker, 2) == ({"a", "b"}, ) * 2
+    assert worker.store.counts == {"error": 2, "missing": 2}
+    assert sum("Input/output error, with files in" in record.message for record in caplog.records) == 1
+    worker.begin_loads({"a": [named(1), named(2)]})
+    assert ends(worker, 1) == ({"a"}, set()) and (parts[1][2] == 2).all()
+
+
+def test_b104_a_disk_that_can_only_be_read_is_read(setting: Setting, monkeypatch: pytest.MonkeyPatch):
+    """B104: as the kernel makes it after errors. When a file was used can't be noted there."""
+    setting.only_in_files(1)
+    worker, parts = setting.worker()
+
+    def fails(*arguments, **keywords):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", fails)
+    worker.begin_loads({"a": [named(1)]})
+    assert ends(worker, 1) == ({"a"}, set()) and (parts[1][1] == 1).all()
+
+
 def test_b104_the_scheduler_makes_no_system_call(setting: Setting, monkeypatch: pytest.MonkeyPatch):
     """B104: `contains` in its thread only looks at memory; what a hanging disk has said counts for a while."""
     setting.only_in_files(1)
@@ -185,7 +248,8 @@ def test_b104_the_scheduler_makes_no_system_call(setting: Setting, monkeypatch: 
         assert not seen.contains(named(1).name)
 
 
-def test_names_come_and_go(tmp_path: Path):
+@pytest.mark.parametrize("changed_s", [1, 1 << 32], ids=["long ago", "before the clock was set back"])
+def test_names_come_and_go(changed_s: int, tmp_path: Path):
     """Of a folder that has not changed nothing is listed, unless it has changed just before."""
     names, path = FileNames(tmp_path), tmp_path / "ab" / ("ab" * 32)
     names.refresh()
@@ -198,10 +262,32 @@ def test_names_come_and_go(tmp_path: Path):
     names.refresh()
     assert bytes.fromhex(path.name) not in names
     path.touch()
-    os.utime(path.parent, (1, 1))
+    os.utime(path.parent, (changed_s, changed_s))
     names.refresh()
     path.unlink()
-    os.utime(path.parent, (1, 1))  # no file system does that
+    os.utime(path.parent, (changed_s, changed_s))  # no file system does that
+    names.refresh()
+    assert bytes.fromhex(path.name) in names
+
+
+@pytest.mark.parametrize("name", ["ab", "model"])
+def test_names_that_could_not_be_listed_once_are_listed_then(name: str, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch):
+    """A folder that can't be read is not an empty one, although it has not changed when it can."""
+    folder, scandir = tmp_path / "model", os.scandir
+    names, path = FileNames(folder), folder / "ab" / ("ab" * 32)
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.utime(path.parent, (1, 1))
+
+    def fails(where: str) -> object:
+        if Path(where).name == name:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(where)
+
+    with monkeypatch.context() as short:
+        short.setattr(os, "scandir", fails)
+        names.refresh()
     names.refresh()
     assert bytes.fromhex(path.name) in names
 

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.store.arena import PAGE, ArenaShape
-from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
+from vllm_pd.store.blocks import AHEAD_NS, HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
 from vllm_pd.store.files import StoredFile, choose_removals
 from vllm_pd.store.slots import WAYS, SetGeometry
 from vllm_pd.store.steps import WholeSteps
@@ -63,10 +63,12 @@ def test_an_arena_without_a_slot_is_refused():
 
 def test_the_files_that_go_are_the_least_recently_used():
     files = [StoredFile(used, size, str(used)) for used, size in ((5, 10), (1, 10), (3, 30), (4, 10))]
-    assert [file.path for file in choose_removals(files, 60)] == []
-    assert [file.path for file in choose_removals(files, 59)] == ["1"]
-    assert [file.path for file in choose_removals(files, 20)] == ["1", "3"]
-    assert len(choose_removals(files, 0)) == 4
+    assert [file.path for file in choose_removals(files, 60, 9)] == []
+    assert [file.path for file in choose_removals(files, 59, 9)] == ["1"]
+    assert [file.path for file in choose_removals(files, 20, 9)] == ["1", "3"]
+    assert len(choose_removals(files, 0, 9)) == 4
+    for now_ns, first in ((3 - AHEAD_NS, "4"), (2 - AHEAD_NS, "3")):  # the clock was set back before these times
+        assert choose_removals(files, 59, now_ns)[0].path == first
 
 
 @pytest.mark.parametrize("values, message", [

@@ -204,6 +204,30 @@ def test_b104_a_load_that_fails_is_not_tried_again(make, worker):
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
+def test_b104_a_session_that_goes_on_with_an_image_is_put_so_far(make, worker):
+    """B104: what comes after an image depends on how this engine prepares images, which no name says. V1 adds what
+    further input has to the request that it knows."""
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    scheduler.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda name: ([1, 2], )))
+    session = SimpleNamespace(request_id="a", mm_features=[], prompt_embeds=None, sampling_params=None,
+                              num_tokens=TOKENS, block_hashes=[block_named(1)[0]])
+    scheduler.on_new_request(session)
+
+    def puts(before: int) -> list[tuple[bytes, int]]:
+        cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[before])
+        return scheduler.build_connector_meta(SimpleNamespace(
+            total_num_scheduled_tokens=TOKENS, scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+            num_scheduled_tokens={"a": TOKENS})).puts
+
+    assert puts(0) == [block_named(1)]
+    session.mm_features.append("image")
+    session.num_tokens, session.block_hashes = 2 * TOKENS, [block_named(1)[0], block_named(2)[0]]
+    assert puts(TOKENS) == []
+    scheduler.request_finished(session, [1, 2])
+    assert not any(scheduler.debug_state().values())
+
+
 def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
     """B104: the weights may be others, so this engine uses the store no more, and what it loads just then fails."""
     scheduler = make(KVConnectorRole.SCHEDULER)

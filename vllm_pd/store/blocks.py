@@ -20,6 +20,7 @@ SEAL_OFFSET = 72
 USED_OFFSET = 80
 _FIELDS = struct.Struct("<8s16s32sQQ")  # magic, model, name, length, checksum; then the seal
 _WORD = struct.Struct("<Q")
+AHEAD_NS = 600 * 10**9  # the clock was set back, if a time of use is further ahead of it than this
 assert _FIELDS.size == SEAL_OFFSET
 
 
@@ -66,3 +67,10 @@ def decode(data: bytes) -> BlockHeader | None:
 def checksummer(key: BlockKey, length: int) -> xxh3_64:
     """What the payload of such a block is to be fed to. Its `intdigest` is the header's `checksum`."""
     return xxh3_64(seed=xxh3_64_intdigest(key.model + key.name + _WORD.pack(length)))
+
+
+def recency(used_ns: int, now_ns: int) -> tuple[bool, int]:
+    """By this the least recently used comes first, whether in slots or in files. A time of use that is yet to come is
+    of a clock that was set back since: what has it comes before all others, or it would stay until that time, and what
+    is used now would go instead."""
+    return used_ns <= now_ns + AHEAD_NS, used_ns

@@ -151,7 +151,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, before in computed.items():
-            if (request := self._requests.get(request_id)) is not None:
+            request = self._requests.get(request_id)
+            if request is not None and not request.mm_features:  # further input of a session may have some
                 after = before + scheduler_output.num_scheduled_tokens[request_id]
                 step.puts += map(tuple, self._plan.puts(request_id, self._names(request), lambda one=request_id:
                                                         self._manager.get_block_ids(one)[0], before, after))

@@ -14,18 +14,20 @@ where it is taken, blocks are not written rather than waited for.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
+from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed, recency
 
 READ_BYTES = 256 << 10  # read, then summed while it is in the cache
 SHARE = 16  # a process writes 1 / SHARE of the limit before it looks at the folder again
@@ -45,9 +47,10 @@ class StoredFile(NamedTuple):
     path: str
 
 
-def choose_removals(files: Iterable[StoredFile], most_bytes: int) -> list[StoredFile]:
-    """The least recently used of these files, as many as must go until the others have at most `most_bytes` bytes."""
-    files = sorted(files)
+def choose_removals(files: Iterable[StoredFile], most_bytes: int, now_ns: int) -> list[StoredFile]:
+    """The least recently used of these files, as many as must go until the others have at most `most_bytes` bytes.
+    `now_ns`: since 1970."""
+    files = sorted(files, key=lambda file: (recency(file.used_ns, now_ns), file))
     excess = sum(file.size for file in files) - most_bytes
     removals = []
     for file in files:
@@ -60,8 +63,8 @@ def choose_removals(files: Iterable[StoredFile], most_bytes: int) -> list[Stored
 
 def named_entries(folder: str | os.PathLike, form: re.Pattern, is_folder: bool) -> Iterator[os.DirEntry]:
     """The folders, or else the regular files, in a folder whose names have that form. Follows no link; nothing where
-    the folder can't be read."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    there is no folder. Raises OSError where it can't be read: it must not pass for an empty one."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             if form.fullmatch(entry.name):
                 is_wanted = entry.is_dir if is_folder else entry.is_file
@@ -132,12 +135,15 @@ class FileTier:
 
     def read(self, key: BlockKey, view: memoryview) -> int | None:
         """Fill the view with the block, which must have its length. Returns the checksum of what is now in the view;
-        None if there is no block that is whole and right: a file that is not is removed. For `BlockArena.put_from`."""
+        None if there is no block that is whole and right: a file that is not is removed. For `BlockArena.put_from`.
+        Raises OSError where the disk does."""
         path = self.path(key)
         try:
             fd = os.open(path, _READ_FLAGS)
-        except OSError:
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP):  # none, or a link
+                return None
+            raise
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
@@ -145,15 +151,15 @@ class FileTier:
             if checksum is None:
                 path.unlink(missing_ok=True)
             else:
-                os.utime(fd)  # used
-        except OSError:
-            return None
+                with contextlib.suppress(OSError):  # a disk that can only be read
+                    os.utime(fd)  # used
         finally:
             os.close(fd)
         return checksum
 
     def files(self) -> Iterator[StoredFile]:
-        """All files of ours, in no order. Removes what a killed writer has left of one."""
+        """All files of ours, in no order. Removes what a killed writer has left of one. Raises OSError where the disk
+        does."""
         for model in named_entries(self.folder, MODEL_FORM, True):
             for one_set in named_entries(model.path, SET_FORM, True):
                 for entry in named_entries(one_set.path, _OUR_FORM, False):
@@ -177,7 +183,8 @@ class FileTier:
         fd = os.open(self.folder / "looking", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for file in choose_removals(self.files(), self._limit_bytes - 2 * (self._limit_bytes // SHARE)):
+            for file in choose_removals(self.files(), self._limit_bytes - 2 * (self._limit_bytes // SHARE),
+                                        time.time_ns()):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(file.path)
         except BlockingIOError:

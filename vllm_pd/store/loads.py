@@ -3,7 +3,8 @@
 
 A disk may hang. It holds up the thread while a block is brought from its file into the arena, and never while one is
 copied from there into the cache. So a load that is overdue can be given up: nothing is copied for it any more, and V1
-may have its blocks. Until the thread moves again, each load fails.
+may have its blocks. Until the thread moves again, each load fails. A disk may also be slow: a load that has not ended
+in time, with those before it in the thread, is given up, too.
 """
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from vllm_pd.store.plan import NamedBlock
 logger = logging.getLogger("vllm.pd")
 
 BLOCK_S = 10.0  # for each block
+LOAD_S = 120.0  # for each load, from when its request got blocks
 LOG_S = 60.0  # between two lines about loads that failed
 
 
@@ -31,8 +33,9 @@ class BlockLoad:
     """The load of one request. It is entered (`with`) around each copy into the cache, which raises LoadGivenUp if it
     has been given up."""
 
-    def __init__(self, blocks: Sequence[NamedBlock]) -> None:
+    def __init__(self, blocks: Sequence[NamedBlock], begun_s: float) -> None:
         self.blocks = blocks
+        self.begun_s = begun_s
         self.has_ended = False
         self._copying = threading.Lock()
         self._is_whole = False
@@ -106,7 +109,7 @@ class BlockLoader:
 
     def begin(self, request_id: str, blocks: Sequence[NamedBlock]) -> None:
         """Begin to load the blocks of a request."""
-        self._loads[request_id] = load = BlockLoad(blocks)
+        self._loads[request_id] = load = BlockLoad(blocks, self._clock())
         self._queue.put(load)
 
     def take_ended(self) -> EndedLoads:
@@ -115,7 +118,7 @@ class BlockLoader:
         is_overdue = since_s is not None and now_s - since_s > BLOCK_S
         taken = EndedLoads(set(), set())
         for request_id, load in list(self._loads.items()):
-            was_given_up = is_overdue and not load.has_ended
+            was_given_up = not load.has_ended and (is_overdue or now_s - load.begun_s > LOAD_S)
             if was_given_up:
                 load.give_up()
             if not load.has_ended:
@@ -128,7 +131,8 @@ class BlockLoader:
         if taken.failed and now_s > self._quiet_until_s:
             self._quiet_until_s = now_s + LOG_S
             logger.warning("store: a load failed, and its prompt is computed: %s. So far %s; this is said once in %d s",
-                           self._error or ("the disk does not answer" if is_overdue else "a block was gone or wrong"),
+                           self._error or ("the disk does not answer" if is_overdue else
+                                            "a block was gone or wrong, or the disk is too slow"),
                            dict(self.counts), LOG_S)
         return taken
 

@@ -26,7 +26,7 @@ from collections.abc import Generator
 from enum import Enum
 from typing import Any, NamedTuple
 
-from vllm_pd.store.blocks import BlockHeader, BlockKey, seal_of
+from vllm_pd.store.blocks import BlockHeader, BlockKey, recency, seal_of
 
 WAYS = 64  # slots in a set: fewer are full while others are not, more take longer to look through
 
@@ -145,7 +145,7 @@ def put(geometry: SetGeometry, key: BlockKey, length: int, now_ns: int) -> Steps
         if header is not None and (header.key, header.length) == (key, length):
             yield TouchSlot(hint.slot, now_ns)
             return PutResult.PRESENT
-    for _, used_ns, slot, _ in sorted(hints):
+    for _, used_ns, slot, _ in sorted(hints, key=lambda hint: (hint.is_sealed, recency(hint.used_ns, now_ns))):
         if not (yield LockSlot(slot, True)):
             continue
         record = yield ReadRecord(slot)

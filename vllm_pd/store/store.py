@@ -82,7 +82,10 @@ class BlockStore:
             self._count("memory")
             return held
         if self._has_file(key):
-            self.arena.put_from(key, length, lambda view: self.files.read(key, view))
+            try:
+                self.arena.put_from(key, length, lambda view: self.files.read(key, view))
+            except OSError as error:
+                self._note_error(error)
             held = self.arena.hold(key, length)
         self._count("missing" if held is None else "file")
         return held

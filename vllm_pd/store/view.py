@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm.pd")
 
 REFRESH_S = 1.0
 STALE_S = 10.0
-SETTLED_NS = 10**9  # a folder that was changed later than this before it was listed may have changed again unseen
+SETTLED_NS = 10**9  # a folder that was changed this close to when it was listed may have changed again unseen
 
 
 class StoreView:
@@ -82,16 +82,19 @@ class FileNames:
         """List what has changed."""
         began_s = self._clock()
         sets = {}
-        for entry in named_entries(self._folder, SET_FORM, True):
-            first = bytes.fromhex(entry.name)
-            with contextlib.suppress(OSError):
-                now_ns, changed_ns = time.time_ns(), Path(entry.path).stat().st_mtime_ns
-                known = self._sets.get(first)
-                if known is None or known.changed_ns != changed_ns:
-                    names = frozenset(bytes.fromhex(one.name) for one in named_entries(entry.path, BLOCK_FORM, False))
-                    known = _ListedSet(changed_ns if now_ns - changed_ns > SETTLED_NS else None, names)
-                sets[first] = known
+        with contextlib.suppress(OSError):
+            for entry in named_entries(self._folder, SET_FORM, True):
+                first = bytes.fromhex(entry.name)
+                with contextlib.suppress(OSError):
+                    sets[first] = self._list_set(entry.path, self._sets.get(first))
         self._sets, self.listed_s = sets, began_s
+
+    def _list_set(self, path: str, known: _ListedSet | None) -> _ListedSet:
+        now_ns, changed_ns = time.time_ns(), Path(path).stat().st_mtime_ns
+        if known is not None and known.changed_ns == changed_ns:
+            return known
+        names = frozenset(bytes.fromhex(one.name) for one in named_entries(path, BLOCK_FORM, False))
+        return _ListedSet(changed_ns if abs(now_ns - changed_ns) > SETTLED_NS else None, names)
 
     def close(self) -> None:
         """End the thread as soon as the disk lets it. Idempotent."""
