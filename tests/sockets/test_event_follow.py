@@ -125,6 +125,26 @@ def test_b61_what_came_while_the_replay_was_asked_for_stands_before_what_only_th
     assert told.stored == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_b61_a_gap_is_not_filled_from_another_life_of_the_engine(restarted):
+    """The engine has restarted while this process was suspended, so its numbers have passed the last one known here."""
+    wire, told, counters, now = Wire(), Told(), Counter(), 0.0
+    follower = ReplayFollower(lambda: wire, told, counters, now)
+    published = list(range(3))
+    while now < 1.0:
+        while wire.sent:
+            first = int.from_bytes(wire.sent.pop()[-1], "big")
+            wire.messages += [[b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(value))]
+                              for number, value in enumerate(published) if number >= first] + [[b"", followers.END, b""]]
+        follower.turn(now)
+        now += 0.01
+        if now > 0.1 and len(published) == 3:
+            published = [100 * restarted + number for number in range(6)]
+            follower.batch(now, [b"", (5).to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(published[5]))])
+    assert follower.live and told.stored == published and counters["gaps"] == 1
+    assert counters["restarts"] == restarted and counters["replays_begin"] == 1 + restarted
+
+
 async def test_others_have_the_loop_between_two_batches(monkeypatch):
     monkeypatch.setattr(subscriber, "SLICE_S", 0.0)
     index = PrefixIndex(4)

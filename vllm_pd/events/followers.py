@@ -6,9 +6,9 @@ snapshot when the epoch changes or a batch is lost. A report names the number of
 loss of the last batch.
 
 `ReplayFollower` uses only vLLM's own events, as of a V1 engine. It starts with the batches that the publisher's replay
-still holds, and fills gaps from it. Every `CHECK_S` it requests the last batch again: if the answer differs, the engine
-has restarted. Where the replay does not reach back far enough, or there is none, everything known is forgotten, and
-only later events count: the index then has too few blocks for a time, never wrong ones.
+still holds, and fills gaps from it. Every `CHECK_S`, and with each gap, it requests the last batch again: if the answer
+differs, the engine has restarted. Where the replay does not reach back far enough, or there is none, everything known
+is forgotten, and only later events count: the index then has too few blocks for a time, never wrong ones.
 """
 import itertools
 import math
@@ -269,7 +269,7 @@ class LoadFollower:
 class ReplayPurpose(Enum):
     """What a replay is requested for."""
     BEGIN = "begin"  # all batches that it holds
-    FILL = "fill"  # lost batches
+    FILL = "fill"  # the last batch before a gap again, and the lost ones after it
     CHECK = "check"  # the last batch again, and those after it
 
 
@@ -340,7 +340,7 @@ class ReplayFollower:
             self._start_again(now)
         elif stream.next_seq is not None and stream.missed(now):
             self._counters["gaps"] += 1
-            self._ask(now, ReplayPurpose.FILL, stream.next_seq)
+            self._ask(now, ReplayPurpose.FILL, max(0, stream.next_seq - 1))
         elif now >= self._next_ask:
             if stream.next_seq is None:
                 self._ask(now, ReplayPurpose.BEGIN, 0)
@@ -405,7 +405,7 @@ class ReplayFollower:
         if replay.purpose is ReplayPurpose.BEGIN:
             self._begin(now, replay)
             return
-        if replay.purpose is ReplayPurpose.CHECK and stream.next_seq:
+        if stream.next_seq:
             same = bool(batches) and batches[0][2] == stream.content(batches[0][0])
             if not same:
                 self._counters["restarts"] += 1
