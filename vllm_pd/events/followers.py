@@ -273,18 +273,22 @@ class ReplayPurpose(Enum):
     CHECK = "check"  # the last batch again, and those after it
 
 
+_Numbered = tuple[int, m.EventBatch, int]  # number, batch, hash of its bytes
+
+
 @dataclass
 class _ReplayRequest:
     """A request to the replay socket, and its answer so far."""
     purpose: ReplayPurpose
     asked_at: float
     heard_at: float
-    batches: list[tuple[int, m.EventBatch, int]] = field(default_factory=list)  # number, batch, hash of bytes
+    batches: list[_Numbered] = field(default_factory=list)
 
 
 class ReplayFollower:
-    """`connect` makes a client of the replay socket; None where there is none. A request that is not answered in time
-    is given up together with its socket. After two in a row, everything known of the engine is forgotten."""
+    """`connect` makes a client of the replay socket; None where there is none. A request whose answer has not ended in
+    time is given up together with its socket. After two in a row to which nothing has come, everything known of the
+    engine is forgotten."""
 
     def __init__(self, connect: Callable[[], zmq.Socket] | None, target: FollowerTarget, counters: Counter[str],
                  now: float, unread: Counter[str] | None = None) -> None:
@@ -353,12 +357,20 @@ class ReplayFollower:
             self._socket.close()
 
     def _give_up(self, now: float) -> None:
-        self._counters["replays_unanswered"] += 1
+        """No end of the answer has come. A publisher drops the messages of a long answer that its queue has no room
+        for: then the answer is used up to the first gap, and the batches after that are requested next."""
+        replay, self._replay = self._replay, None
         self._socket.close()
         self._socket = self._connect()
-        self._replay = None
         self._next_ask = now
         self._live = False
+        if replay.batches:
+            self._counters["replays_cut"] += 1
+            self._unanswered = 0
+            replay.batches = _before_gap(replay.batches)
+            self._complete(now, replay)
+            return
+        self._counters["replays_unanswered"] += 1
         self._unanswered += 1
         if self._unanswered == 2:
             self._target.clear()
@@ -411,10 +423,11 @@ class ReplayFollower:
                 self._counters["restarts"] += 1
                 self._start_again(now)
                 return
+        known = stream.next_seq
         for seq, batch, content in batches:
             self._target.apply(stream.offer(now, seq, batch, content))
-        if replay.purpose is ReplayPurpose.FILL and stream.missed(now):  # the replay lacks them, too
-            self._counters["replays_too_short"] += 1
+        if replay.purpose is ReplayPurpose.FILL and stream.next_seq == known and stream.missed(now):
+            self._counters["replays_too_short"] += 1  # the replay lacks them, too
             self._start_again(now)
 
     def _begin(self, now: float, replay: _ReplayRequest) -> None:
@@ -431,6 +444,11 @@ class ReplayFollower:
         self._target.apply(self._stream.start(now, first, replay.asked_at))
         for seq, batch, content in batches:
             self._target.apply(self._stream.offer(now, seq, batch, content))
+
+
+def _before_gap(batches: list[_Numbered]) -> list[_Numbered]:
+    """The first batches, whose numbers follow each other."""
+    return [one for index, one in enumerate(batches) if one[0] == batches[0][0] + index]
 
 
 def blocks_of(runs: list[m.BlockStored]) -> Blocks:
