@@ -135,7 +135,8 @@ def test_b61_a_gap_is_not_filled_from_another_life_of_the_engine(restarted):
         while wire.sent:
             first = int.from_bytes(wire.sent.pop()[-1], "big")
             wire.messages += [[b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(value))]
-                              for number, value in enumerate(published) if number >= first] + [[b"", followers.END, b""]]
+                              for number, value in enumerate(published) if number >= first]
+            wire.messages.append([b"", followers.END, b""])
         follower.turn(now)
         now += 0.01
         if now > 0.1 and len(published) == 3:
