@@ -566,6 +566,20 @@ async def test_b63_a_request_that_kills_engines_is_not_sent_to_a_third(stream):
         assert served.router.workers.counts() == {"up": 2, "down": 2}
 
 
+async def test_b63_a_request_that_kills_engines_at_once_over_an_idle_connection_is_counted():
+    """The end of such a connection alone is no crash, but nothing listens at the engine's port any more."""
+    async with serving(4) as (served, engines):
+        await asyncio.gather(*(served.ask() for _ in range(8)))  # leaves idle connections
+        for engine in engines:
+            engine.asked.clear()
+        for _ in range(2):
+            answer = await served.ask(prompt="kill")
+            assert answer.status == 502 and "engines were lost while they had this request" in answer.json["message"]
+            assert sum(bool(engine.asked) for engine in engines) == 2
+        assert sum(served.count("vllm:pd_router_tries_total", worker=engine.url, outcome="stale")
+                   for engine in engines) == 1
+
+
 async def test_b64_an_engine_that_is_lost_by_chance_costs_no_request():
     async with serving(3) as (served, engines):
         engines[0].fault = Fault.HANG_UP

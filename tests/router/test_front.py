@@ -708,6 +708,31 @@ class TestMembership:
             await membership.close()
 
 
+async def test_where_events_are_may_come_in_several_pieces(monkeypatch):
+    """As from an engine with many ranks, whose answer does not fit one packet."""
+    async with serving(1, Policy.KV) as (served, [engine]):
+        notice = json.dumps({"events": f"tcp://127.0.0.1:{take_free('127.0.0.1')}", "block_size": 16,
+                             "topic": "t" * 2000}).encode()
+        monkeypatch.setattr(subscriptions, "RETRY_S", (0.05, 0.1))
+        answer, asked = engine._answer, []
+
+        async def in_pieces(method, target, headers, body, reader, writer) -> bool:
+            if target != "/pd/events":
+                return await answer(method, target, headers, body, reader, writer)
+            asked.append(target)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(notice) + notice[:1000])
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.write(notice[1000:])
+            return True
+
+        monkeypatch.setattr(engine, "_answer", in_pieces)
+        served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
+        followed = served.router.subscriptions.as_json
+        await served.until(lambda: len(asked) > 2 or followed().get(engine.url, {}).get("state") == "live")
+        assert len(asked) == 2  # by the router and by the subscriber
+
+
 async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
     async with serving(1, Policy.KV) as (served, [engine]):
         stumbles = [ValueError("a bug")] * 3

@@ -279,6 +279,18 @@ async def test_b63_b102_a_request_that_crashes_ps_alone_crashes_no_third_p(strea
         assert served.count(OUTCOMES, outcome="prefilled") == 2
 
 
+async def test_b63_b102_a_request_that_crashes_ps_at_once_over_an_idle_connection_is_counted():
+    async with serving(1, prefills=3) as (served, [d, *ps]):
+        d.survives = True
+        for p in ps:
+            p.params = PARAMS
+        await asyncio.gather(*(served.ask() for _ in range(9)))  # leaves idle connections
+        for lost in (1, 2, 2):
+            assert (await served.ask(prompt="kill")).status == 200
+            assert sum(p._server.is_serving() for p in ps) == 3 - lost
+        assert served.count(OUTCOMES, outcome="broken") == 2 and served.count(OUTCOMES, outcome="fatal") == 1
+
+
 async def test_b63_b102_a_p_that_computes_a_request_makes_an_earlier_loss_chance():
     async with serving(1, prefills=4) as (served, [d, *ps]):
         d.survives = True

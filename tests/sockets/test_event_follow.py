@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from vllm_pd.events import followers, subscriber
+from vllm_pd.events import followers, stream, subscriber
 from vllm_pd.events import messages as m
 from vllm_pd.events.followers import ReplayFollower, SideFollower
 from vllm_pd.events.subscriber import Subscriber
@@ -123,6 +123,55 @@ def test_b61_what_came_while_the_replay_was_asked_for_stands_before_what_only_th
     wire.messages += [*map(replayed, range(4)), [b"", followers.END, b""]]
     follower.turn(0.02)
     assert told.stored == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_b61_a_gap_is_not_filled_from_another_life_of_the_engine(restarted):
+    """The engine has restarted while this process was suspended, so its numbers have passed the last one known here."""
+    wire, told, counters, now = Wire(), Told(), Counter(), 0.0
+    follower = ReplayFollower(lambda: wire, told, counters, now)
+    published = list(range(3))
+    while now < 1.0:
+        while wire.sent:
+            first = int.from_bytes(wire.sent.pop()[-1], "big")
+            wire.messages += [[b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(value))]
+                              for number, value in enumerate(published) if number >= first]
+            wire.messages.append([b"", followers.END, b""])
+        follower.turn(now)
+        now += 0.01
+        if now > 0.1 and len(published) == 3:
+            published = [100 * restarted + number for number in range(6)]
+            follower.batch(now, [b"", (5).to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(published[5]))])
+    assert follower.live and told.stored == published and counters["gaps"] == 1
+    assert counters["restarts"] == restarted and counters["replays_begin"] == 1 + restarted
+
+
+@pytest.mark.parametrize("kept", [(), (7,), (6, 8)])
+@pytest.mark.parametrize("subscribed", [False, True])
+@pytest.mark.parametrize("unanswered", [False, True])
+def test_b61_a_replay_that_is_too_long_for_its_publishers_queue_is_read_part_by_part(kept, subscribed, unanswered,
+                                                                                     monkeypatch):
+    """A ZeroMQ ROUTER drops what its queue has no room for: here all after the first 5 messages of an answer but those
+    in `kept`, the end included. Every second answer may be lost as a whole."""
+    monkeypatch.setattr(stream, "MAX_AHEAD", 8)
+    wire, told, counters, now = Wire(), Told(), Counter(), 0.0
+    follower = ReplayFollower(lambda: wire, told, counters, now)
+    count, requests = 30, 0
+    while now < 40.0:
+        while wire.sent:
+            first = int.from_bytes(wire.sent.pop()[-1], "big")
+            answer = [*map(replayed, range(first, count)), [b"", followers.END, b""]]
+            requests += 1
+            if not unanswered or requests % 2 or requests > 10:
+                wire.messages += [one for number, one in enumerate(answer) if number < 5 or number in kept]
+        follower.turn(now)
+        now += 0.01
+        if subscribed and 0.1 < now < 3.0 and int(now * 100) % 10 == 0:
+            follower.batch(now, [b"", *replayed(count)[1:]])
+            count += 1
+    assert follower.live and told.stored == list(range(count))
+    assert counters["replays_begin"] == 1 and counters["replays_cut"]
+    assert bool(counters["replays_unanswered"]) is unanswered
 
 
 async def test_others_have_the_loop_between_two_batches(monkeypatch):

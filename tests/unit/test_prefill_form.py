@@ -54,7 +54,7 @@ def test_b102_what_can_not_be_read_goes_to_d(body):
 def test_b102_p_computes_one_token_and_no_stream():
     asked = CHAT | {"max_tokens": 90, "max_completion_tokens": 80, "min_tokens": 7, "stream": True, "n": 1,
                     "stream_options": {"include_usage": True}, "temperature": 0.25, "return_token_ids": True,
-                    "logprobs": True, "top_logprobs": -1}
+                    "logprobs": True, "top_logprobs": -1, "logprob_token_ids": [4], "return_prompt_text": True}
     made = json.loads(form.prefill_body(form.read_fields(json.dumps(asked).encode())))
     assert made == CHAT | {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "stream": False, "n": 1,
                            "temperature": 0.25, "kv_transfer_params": {

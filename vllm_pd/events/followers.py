@@ -6,9 +6,9 @@ snapshot when the epoch changes or a batch is lost. A report names the number of
 loss of the last batch.
 
 `ReplayFollower` uses only vLLM's own events, as of a V1 engine. It starts with the batches that the publisher's replay
-still holds, and fills gaps from it. Every `CHECK_S` it requests the last batch again: if the answer differs, the engine
-has restarted. Where the replay does not reach back far enough, or there is none, everything known is forgotten, and
-only later events count: the index then has too few blocks for a time, never wrong ones.
+still holds, and fills gaps from it. Every `CHECK_S`, and with each gap, it requests the last batch again: if the answer
+differs, the engine has restarted. Where the replay does not reach back far enough, or there is none, everything known
+is forgotten, and only later events count: the index then has too few blocks for a time, never wrong ones.
 """
 import itertools
 import math
@@ -269,8 +269,11 @@ class LoadFollower:
 class ReplayPurpose(Enum):
     """What a replay is requested for."""
     BEGIN = "begin"  # all batches that it holds
-    FILL = "fill"  # lost batches
+    FILL = "fill"  # the last batch before a gap again, and the lost ones after it
     CHECK = "check"  # the last batch again, and those after it
+
+
+_Numbered = tuple[int, m.EventBatch, int]  # number, batch, hash of its bytes
 
 
 @dataclass
@@ -279,12 +282,13 @@ class _ReplayRequest:
     purpose: ReplayPurpose
     asked_at: float
     heard_at: float
-    batches: list[tuple[int, m.EventBatch, int]] = field(default_factory=list)  # number, batch, hash of bytes
+    batches: list[_Numbered] = field(default_factory=list)
 
 
 class ReplayFollower:
-    """`connect` makes a client of the replay socket; None where there is none. A request that is not answered in time
-    is given up together with its socket. After two in a row, everything known of the engine is forgotten."""
+    """`connect` makes a client of the replay socket; None where there is none. A request whose answer has not ended in
+    time is given up together with its socket. After two in a row to which nothing has come, everything known of the
+    engine is forgotten."""
 
     def __init__(self, connect: Callable[[], zmq.Socket] | None, target: FollowerTarget, counters: Counter[str],
                  now: float, unread: Counter[str] | None = None) -> None:
@@ -340,7 +344,7 @@ class ReplayFollower:
             self._start_again(now)
         elif stream.next_seq is not None and stream.missed(now):
             self._counters["gaps"] += 1
-            self._ask(now, ReplayPurpose.FILL, stream.next_seq)
+            self._ask(now, ReplayPurpose.FILL, max(0, stream.next_seq - 1))
         elif now >= self._next_ask:
             if stream.next_seq is None:
                 self._ask(now, ReplayPurpose.BEGIN, 0)
@@ -353,12 +357,20 @@ class ReplayFollower:
             self._socket.close()
 
     def _give_up(self, now: float) -> None:
-        self._counters["replays_unanswered"] += 1
+        """No end of the answer has come. A publisher drops the messages of a long answer that its queue has no room
+        for: then the answer is used up to the first gap, and the batches after that are requested next."""
+        replay, self._replay = self._replay, None
         self._socket.close()
         self._socket = self._connect()
-        self._replay = None
         self._next_ask = now
         self._live = False
+        if replay.batches:
+            self._counters["replays_cut"] += 1
+            self._unanswered = 0
+            replay.batches = _before_gap(replay.batches)
+            self._complete(now, replay)
+            return
+        self._counters["replays_unanswered"] += 1
         self._unanswered += 1
         if self._unanswered == 2:
             self._target.clear()
@@ -405,16 +417,17 @@ class ReplayFollower:
         if replay.purpose is ReplayPurpose.BEGIN:
             self._begin(now, replay)
             return
-        if replay.purpose is ReplayPurpose.CHECK and stream.next_seq:
+        if stream.next_seq:
             same = bool(batches) and batches[0][2] == stream.content(batches[0][0])
             if not same:
                 self._counters["restarts"] += 1
                 self._start_again(now)
                 return
+        known = stream.next_seq
         for seq, batch, content in batches:
             self._target.apply(stream.offer(now, seq, batch, content))
-        if replay.purpose is ReplayPurpose.FILL and stream.missed(now):  # the replay lacks them, too
-            self._counters["replays_too_short"] += 1
+        if replay.purpose is ReplayPurpose.FILL and stream.next_seq == known and stream.missed(now):
+            self._counters["replays_too_short"] += 1  # the replay lacks them, too
             self._start_again(now)
 
     def _begin(self, now: float, replay: _ReplayRequest) -> None:
@@ -431,6 +444,11 @@ class ReplayFollower:
         self._target.apply(self._stream.start(now, first, replay.asked_at))
         for seq, batch, content in batches:
             self._target.apply(self._stream.offer(now, seq, batch, content))
+
+
+def _before_gap(batches: list[_Numbered]) -> list[_Numbered]:
+    """The first batches, whose numbers follow each other."""
+    return [one for index, one in enumerate(batches) if one[0] == batches[0][0] + index]
 
 
 def blocks_of(runs: list[m.BlockStored]) -> Blocks:

@@ -218,7 +218,7 @@ class Subscriber:
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S), self._session.get(
                     self.url + PATH, headers=self._headers) as answer:
-                body = await answer.content.read(MAX_NOTICE_BYTES)
+                body = await read_whole(answer.content, MAX_NOTICE_BYTES)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
         notice = EventsNotice.decode(body) if answer.status == 200 else None
@@ -386,6 +386,15 @@ class Subscriber:
             self._unread_logged.add(reason)
             logger.warning("events of %s: some can't be read and are ignored: %s (events of vLLM 0.9.2 to 0.33 can be "
                            "read)", self.worker, reason)
+
+
+async def read_whole(content: aiohttp.StreamReader, most_bytes: int) -> bytes:
+    """The body of an answer, which may come in several pieces. One of more than `most_bytes` is cut off somewhere
+    behind them. Raises whatever aiohttp raises."""
+    body = bytearray()
+    while len(body) < most_bytes and (piece := await content.readany()):
+        body += piece
+    return bytes(body)
 
 
 _contexts: dict[asyncio.AbstractEventLoop, tuple[zmq.Context, list[None]]] = {}  # context, its users

@@ -60,8 +60,9 @@ _COVERED = {PARAMS_KEY: ((_NONE, ), PrefillOutcome.ASKED),
 # What P gets in place of the client's values. `min_tokens`: an answer that ends with its first token, because that is
 # an end of text, would hold no blocks.
 _FOR_PREFILL = {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, PARAMS_KEY: REMOTE_DECODE}
-# Some make P's answer as long as the prompt or the vocabulary.
-_NOT_FOR_PREFILL = ("stream_options", "return_token_ids", "logprobs", "top_logprobs")
+# Some make P's answer as long as the prompt or the vocabulary. `logprob_token_ids` is an error without `logprobs`.
+_NOT_FOR_PREFILL = ("stream_options", "return_token_ids", "return_prompt_text", "logprobs", "top_logprobs",
+                    "logprob_token_ids")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 

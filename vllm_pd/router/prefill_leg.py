@@ -151,7 +151,7 @@ class PrefillSender:
         except TryFailed as failure:
             if not failure.stale:
                 raise
-        return await self._worker_client.send(b"POST", worker.url, target, headers, body, fresh=True)
+        return await self._worker_client.send_again(b"POST", worker.url, target, headers, body)
 
     def _refusal(self, worker: RouterWorker, reply: WorkerResponse) -> StrEnum:
         """What P's error means. No P is out for it: D shows whether the request is the reason, and the probe whether P

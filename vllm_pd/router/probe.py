@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from vllm_pd.events.subscriber import read_whole
 from vllm_pd.router import descriptors
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.subscriptions import WorkerProgress
@@ -237,10 +238,7 @@ class GenerationProbes:
         body = None if value is None else msgspec.json.encode(value)
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         async with self._session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
-            content = bytearray()
-            while len(content) < MAX_BODY_BYTES and (chunk := await response.content.readany()):
-                content += chunk
-            return response.status, bytes(content)
+            return response.status, await read_whole(response.content, MAX_BODY_BYTES)
 
 
 def _models_due_in_s(worker: RouterWorker) -> float:

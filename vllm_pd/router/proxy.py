@@ -333,6 +333,8 @@ class RouterProxy:
                     raise
             request.resent += 1
             worker.tries(TryOutcome.STALE.value).inc()
+            return await self._worker_client.send_again(request.method, worker.url, request.target, headers,
+                                                        request.body)
         return await self._worker_client.send(request.method, worker.url, request.target, headers, request.body,
                                               fresh=True)
 

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from vllm_pd.events.messages import EngineLoad
-from vllm_pd.events.subscriber import Subscriber, SubscriberState, shared_context
+from vllm_pd.events.subscriber import Subscriber, SubscriberState, read_whole, shared_context
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
@@ -138,7 +138,7 @@ class EventSubscriptions:
                         worker.url + EVENTS_PATH, headers=self._headers) as response:
                     if response.status == HTTPStatus.NOT_FOUND:
                         return
-                    body = await response.content.read(MAX_ANSWER_BYTES)
+                    body = await read_whole(response.content, MAX_ANSWER_BYTES)
                 if response.status == HTTPStatus.OK:
                     answer = msgspec.json.decode(body, type=_EventsAnswer)
                     self._subscribe(worker, answer.block_size, [{"rank": rank} for rank in range(answer.ranks)])

@@ -296,6 +296,16 @@ class WorkerClient:
             raise
         return reply
 
+    async def send_again(self, method: bytes, url: str, target: bytes, headers: Headers, body: bytes) -> WorkerResponse:
+        """As `send` on a new connection, after a try that was `stale`. Where no connection can be made any more, the
+        worker may have been lost over that try, so its connection counts as BROKEN. Raises TryFailed."""
+        try:
+            return await self.send(method, url, target, headers, body, fresh=True)
+        except TryFailed as failure:
+            if failure.kind is WorkerFailure.CONNECT:
+                failure.kind = WorkerFailure.BROKEN
+            raise
+
     def forget(self, url: str) -> None:
         """Close the idle connections to this base URL."""
         for connection in self._idle.pop(Origin.of(url), ()):
