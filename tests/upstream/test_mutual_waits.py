@@ -81,7 +81,8 @@ class Node:
         self.parallel_config = SimpleNamespace(world_size=1)
         self.model_config = SimpleNamespace(
             served_model_name="simulated", get_vocab_size=lambda: 1 << 30, dtype=torch.float32,
-            get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8)
+            get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8,
+            uses_mrope=False)
         self.vllm_config = self
         self.seq_id_to_seq_group: dict = {}
         self.member = SimpleNamespace(incarnation=name, address="")
