@@ -299,6 +299,26 @@ def test_a_job_behind_a_prompt_that_waits_for_parked_blocks(monkeypatch):
     ring.run()
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside another"])
+def test_b30_a_job_that_its_engine_aborts_by_itself_is_answered(monkeypatch, others):
+    """vLLM does so where a worker can't make the input of a request. No message of the peer and no step says so, and
+    the next step may be far off."""
+    ring = Ring(monkeypatch)
+    decoder, prefiller = ring.add_engine(0.9), ring.add_engine(0.9)
+    decoder.ask("r", tokens(0, 4 * BLOCK_SIZE))
+    if others:
+        prefiller.ask("client", tokens(1, 3), max_tokens=50)
+    decoder.step()
+    ring.offer()
+    [job] = ring.nodes[1].events
+    prefiller.disagg.has_work()
+    prefiller.sim.abort(f"pd-{job.attempt}")
+    for _ in range(4):
+        ring.round()
+    assert prefiller.failures == 1 and not prefiller.disagg.prefill_jobs.has_jobs
+    ring.run()
+
+
 def parked(node: Node, *request_ids: str) -> list[Attempt]:
     """Park these requests. Their attempts."""
     for number, request_id in enumerate(request_ids):

@@ -237,6 +237,11 @@ class Disaggregation(HandoverEngine, EngineBinding):
 
     # Inside.
 
+    def _collect(self) -> None:
+        if self.prefill_jobs is not None:
+            self._guard(self.prefill_jobs.drop_aborted, self._progress)
+        super()._collect()
+
     @property
     def _decodes(self) -> bool:
         return self.protocol.state.hands_over
