@@ -56,13 +56,19 @@ def _chosen_at_start(config: VllmConfig) -> list[dict[str, Any]]:
     return [found] if found else []
 
 
-def _long_rope(model: ModelConfig) -> bool:
-    """Whether a model with LongRoPE uses its long factors: vLLM chooses by the longest context that the engine serves,
-    and the keys depend on it."""
+def short_rope_tokens(model: ModelConfig) -> int | None:
+    """Up to which context a model with LongRoPE uses its short factors, in tokens. None for any other model."""
     config = model.hf_text_config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     original = getattr(config, "original_max_position_embeddings", None) or rope.get("original_max_position_embeddings")
-    return "longrope" in str(rope) and original is not None and model.max_model_len > original
+    return original if "longrope" in str(rope) else None
+
+
+def _long_rope(model: ModelConfig) -> bool:
+    """Whether a model with LongRoPE uses its long factors: V1 chooses by the longest context that the engine serves,
+    and the keys depend on it."""
+    tokens = short_rope_tokens(model)
+    return tokens is not None and model.max_model_len > tokens
 
 
 def hub_commit(model: ModelConfig) -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 ONE_SHAPE = "serve a model whose layers all have KV of one shape: "
 _OTHER_STATE = {
+    "blocksparse_block_size": "serve a model without block-sparse attention: its layers order the axes of a block "
+                              "otherwise than the engine's backend does",
     "index_topk": "serve a model without sparse attention: its layers have a second cache, which is not transferred",
     "compress_ratios": "serve a model without compressed attention: its layers have more than one kind of KV",
     "rswa_window": "serve a model without reference sliding windows: blocks that it frees have no place in the peer's "

@@ -28,6 +28,7 @@ def test_b101_other_types_of_the_cache_are_refused(cache_dtype):
 @pytest.mark.parametrize("keys, words", [
     ({"index_topk": 2048}, "index_topk=2048.*sparse"), ({"compress_ratios": [1, 4]}, "compress_ratios=.*compressed"),
     ({"rswa_window": 128}, "rswa_window=128.*windows"),
+    ({"blocksparse_block_size": 64}, "blocksparse_block_size=64.*block-sparse"),
     ({"swa_num_key_value_heads": 8, "num_key_value_heads": 4}, "swa_num_key_value_heads=8.*num_key_value_heads is 4"),
     ({"global_head_dim": 512, "head_dim": 256}, "global_head_dim=512.*head_dim is 256"),
     ({"swa_v_head_dim": 64, "v_head_dim": 128}, "swa_v_head_dim=64.*v_head_dim is 128"),

@@ -94,6 +94,19 @@ def test_b101_fp8(loads, dtype):
     assert_refused(config, loads, "kv_cache_dtype='fp8_e5m2'.*use auto, or V1")
 
 
+def longrope(**more) -> VllmConfig:
+    """Of a model with LongRoPE that was trained with 256 positions."""
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    return configuration(hf_overrides={"rope_scaling": {**factors, "original_max_position_embeddings": 256}}, **more)
+
+
+def test_b1_keys_that_depend_on_the_batch(loads):
+    """With LongRoPE, V0's keys of the first 256 positions are others in a step that has a later one: in a whole prompt,
+    and not in the first chunk of it."""
+    assert_refused(longrope(max_model_len=257), loads, "max_model_len=257.*write at most 256, or use V1.*LongRoPE")
+    hooks.check_engine(longrope(max_model_len=256))
+
+
 def test_b101_layers_whose_kv_differs_in_shape(loads):
     blocks = [{"attention": {"n_heads_in_group": heads}} for heads in (2, 4)]
     assert_refused(configuration(hf_overrides={"block_configs": blocks}), loads, "block_configs=.*one shape")

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from vllm import envs
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, ModelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils import FlexibleArgumentParser
@@ -243,6 +243,17 @@ def test_an_engine_that_only_prefills_computes_prompts_in_chunks(model, caplog):
     assert scheduler.max_num_batched_tokens == 500
     for role in ("kv_consumer", "kv_both"):
         assert not arguments(model, role).create_engine_config().scheduler_config.chunked_prefill_enabled
+
+
+def test_b7_no_chunks_of_what_v0_has_to_compute_whole(model, monkeypatch):
+    """For a prefill engine's own clients: the second chunk of a prompt would be computed wrongly."""
+    def has_chunks(**more) -> bool:
+        return arguments(model, "kv_producer", **more).create_engine_config().scheduler_config.chunked_prefill_enabled
+
+    assert not has_chunks(enable_prompt_adapter=True, max_prompt_adapter_token=8, enable_prefix_caching=True)
+    monkeypatch.setattr(ModelConfig, "is_multimodal_model", True)
+    assert not has_chunks()
+    assert has_chunks(enable_chunked_prefill=True), "the user says so"
 
 
 @pytest.mark.parametrize("more, chunks", [

@@ -81,7 +81,8 @@ class Node:
         self.parallel_config = SimpleNamespace(world_size=1)
         self.model_config = SimpleNamespace(
             served_model_name="simulated", get_vocab_size=lambda: 1 << 30, dtype=torch.float32,
-            get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8)
+            get_num_layers=lambda parallel: 2, get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 8,
+            uses_mrope=False)
         self.vllm_config = self
         self.seq_id_to_seq_group: dict = {}
         self.member = SimpleNamespace(incarnation=name, address="")
@@ -295,6 +296,26 @@ def test_a_job_behind_a_prompt_that_waits_for_parked_blocks(monkeypatch):
     for _ in range(60):  # 3 s
         ring.round()
     assert all("short" in name for node in ring.nodes for name in node.sim.groups if "parked" not in name), "ran"
+    ring.run()
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside another"])
+def test_b30_a_job_that_its_engine_aborts_by_itself_is_answered(monkeypatch, others):
+    """vLLM does so where a worker can't make the input of a request. No message of the peer and no step says so, and
+    the next step may be far off."""
+    ring = Ring(monkeypatch)
+    decoder, prefiller = ring.add_engine(0.9), ring.add_engine(0.9)
+    decoder.ask("r", tokens(0, 4 * BLOCK_SIZE))
+    if others:
+        prefiller.ask("client", tokens(1, 3), max_tokens=50)
+    decoder.step()
+    ring.offer()
+    [job] = ring.nodes[1].events
+    prefiller.disagg.has_work()
+    prefiller.sim.abort(f"pd-{job.attempt}")
+    for _ in range(4):
+        ring.round()
+    assert prefiller.failures == 1 and not prefiller.disagg.prefill_jobs.has_jobs
     ring.run()
 
 

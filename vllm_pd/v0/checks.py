@@ -16,7 +16,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.core.policy import most_parked_requests
 from vllm_pd.errors import ConfigError
-from vllm_pd.fingerprint import pin_weights
+from vllm_pd.fingerprint import pin_weights, short_rope_tokens
 from vllm_pd.transfer.layout import CacheDescription, check_backend, describe
 from vllm_pd.v0.fingerprint import cache_dtype
 
@@ -32,6 +32,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     ours = PDConfig.parse(settings["kv_role"], settings["extra"])
     check_model(config)
     check_windows(config)
+    check_rope(config)
     check_cache_type(config)
     check_parallel(config)
     check_transport(ours, config.parallel_config.tensor_parallel_size)
@@ -52,6 +53,16 @@ def check_windows(config: VllmConfig) -> None:
     if window is not None:
         raise ConfigError("sliding_window", window, "add --disable-sliding-window, or use V1: a window in some layers "
                           "was not tried on V0")
+
+
+def check_rope(config: VllmConfig) -> None:
+    """The key of a token must depend on its position alone. With LongRoPE, V0 chooses between two sets of factors anew
+    in each step, by the latest position in it. So it would depend on chunks and prefix hits, and on the other prompts
+    of a batch, whether a peer or this engine computes it."""
+    tokens, served = short_rope_tokens(config.model_config), config.model_config.max_model_len
+    if tokens is not None and served > tokens:
+        raise ConfigError("max_model_len", served, f"write at most {tokens}, or use V1: above that, V0 chooses the "
+                          "factors of LongRoPE anew in each step, and a prompt's KV would depend on who computes it")
 
 
 def check_cache_type(config: VllmConfig) -> None:

@@ -28,7 +28,7 @@ def choose_chunks(engine_args: EngineArgs) -> None:
               or any(getattr(engine_args, name) != getattr(SchedulerConfig, name)
                      for name in ("max_num_partial_prefills", "max_long_partial_prefills",
                                   "long_prefill_token_threshold")))
-    if chosen or (current_platform.is_cpu() and not engine_args.enable_prefix_caching):
+    if chosen or (current_platform.is_cpu() and not engine_args.enable_prefix_caching) or _obstacle(engine_args):
         return
     engine_args.enable_chunked_prefill = True
     engine_args.max_num_partial_prefills = engine_args.max_long_partial_prefills = 2
@@ -36,3 +36,10 @@ def choose_chunks(engine_args: EngineArgs) -> None:
         engine_args.max_num_batched_tokens = max(CPU_CHUNK_TOKENS, engine_args.max_num_seqs or SEATS)
     logger.info("chunked prefill is on, two prompts at a time, so that a short job need not wait for a long one; "
                 "--no-enable-chunked-prefill switches it off")
+
+
+def _obstacle(engine_args: EngineArgs) -> bool:
+    """Whether V0 can't compute in chunks what clients of this engine may send. It applies a prompt adapter to the
+    beginning of each chunk. Of multimodal input it gives a chunk those parts only that are in it, from which M-RoPE
+    can't tell positions; so V0 itself has no chunks by default for such models."""
+    return engine_args.enable_prompt_adapter or engine_args.create_model_config().is_multimodal_model

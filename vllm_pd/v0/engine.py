@@ -79,6 +79,9 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self.in_loop = False  # whether an engine loop sleeps with `poll` or `serve`
         self._had_clients = False  # whether a client had a request at the beginning of this step
         self._sleeping = False  # whether that loop waits for a wake-up
+        # With M-RoPE a GPU's prompt step leaves it to the decode steps, whose graphs need it. The CPU's does so with
+        # multimodal input only.
+        self._sets_mrope = engine.model_config.uses_mrope and engine.device_config.device_type == "cuda"
         self._device: Device = engine.model_executor.driver_worker.worker.transfer.device
         self._flush_due = False  # the next step may read what a peer has written
         self._was_busy = False  # whether the device was busy when it should have been idle
@@ -107,6 +110,8 @@ class Disaggregation(HandoverEngine, EngineBinding):
         if seq_group.first_seq.remote_decode is not None:
             self.prefill_jobs.read_prefix(attempt, block_ids, num_cached_tokens)
         else:
+            if self._sets_mrope:
+                seq_group.first_seq.data.mrope_position_delta = 0  # as of all text; multimodal input stays here
             self._settle_device()
             self.remote_prefills.start(attempt, seq_group, block_ids, num_cached_tokens)
 
@@ -231,6 +236,11 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._finalizer()
 
     # Inside.
+
+    def _collect(self) -> None:
+        if self.prefill_jobs is not None:
+            self._guard(self.prefill_jobs.drop_aborted, self._progress)
+        super()._collect()
 
     @property
     def _decodes(self) -> bool:

@@ -8,6 +8,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
+from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v0.fingerprint import token_bytes
 
@@ -27,6 +28,13 @@ class PrefillJobs(PrefillHandover):
             engine.cache_config.block_size, engine.model_config.get_vocab_size(), engine.parallel_config.world_size,
             token_bytes(engine.vllm_config), bool(engine.cache_config.enable_prefix_caching),
             engine.scheduler_config.max_num_batched_tokens, engine.cache_config.num_gpu_blocks), metrics, speed)
+
+    def drop_aborted(self, progress: Progress) -> None:
+        """Between two steps: give up the jobs whose request the engine has aborted by itself. It does so, and goes on,
+        where a worker can't make the input of one request (vLLM's InputProcessingError)."""
+        for attempt in self.computing:
+            if self._jobs[attempt].request.is_finished():
+                self.lost(attempt, "the prefill engine could not make its input", progress)
 
     def _add_request(self, job: PeerJob) -> SequenceGroup:
         from vllm import SamplingParams, TokensPrompt
