@@ -160,11 +160,8 @@ class EnginePair:
                      headers: dict[str, str], stream: bool = False) -> GenerationAnswer:
         """Has D answer, with what `prefill` said. The times begin when the request is written."""
         request = PrefilledRequest(prompt, max_tokens, stream=stream, ignore_eos=True, kv_transfer_params=params)
-        connection = await LoadConnection.open(self.d.url)
-        try:
+        with await LoadConnection.open(self.d.url) as connection:
             return await generate(connection, self.shape.model, request, headers)
-        finally:
-            connection.close()
 
     async def prefill(self, prompt: list[int], headers: dict[str, str] | None = None) -> dict[str, Any] | None:
         """Has P compute a prompt. What its answer says for D; None where D gets requests first."""

@@ -128,11 +128,8 @@ def ask(url: str, model: str, request: GenerationRequest, timeout_s: float = ANS
     Raises LoadError, or OSError when nobody listens. Not for use in an event loop."""
     async def once() -> GenerationAnswer:
         began_s = time.perf_counter()
-        connection = await LoadConnection.open(url)
-        try:
+        with await LoadConnection.open(url) as connection:
             return await generate(connection, model, request, began_s=began_s, timeout_s=timeout_s)
-        finally:
-            connection.close()
 
     return asyncio.run(once())
 

@@ -31,9 +31,6 @@ async def prefill_at(url: str, model: str, prompt: Any, headers: Mapping[str, st
     """Has the engine at `url` compute a prompt. What its answer says for the decode engine. Raises LoadError and
     OSError."""
     body = PrefilledRequest(prompt, 1, ignore_eos=True, kv_transfer_params=params).body(model)
-    connection = await LoadConnection.open(url)
-    try:
+    with await LoadConnection.open(url) as connection:
         answer = await connection.exchange("POST", "/v1/completions", json.dumps(body).encode(), headers)
         return answer.required().json().get("kv_transfer_params")
-    finally:
-        connection.close()

@@ -76,11 +76,8 @@ async def send_one(entry: EntryPoint, model: str, request: LoadRequest, token_id
             params = await prefill_at(entry.prefill_url, model, request.prompt, headers)
         asked = PrefilledRequest(request.prompt, request.max_tokens, stream=True, ignore_eos=True, token_ids=token_ids,
                                  kv_transfer_params=params)
-        connection = await LoadConnection.open(entry.url)
-        try:
+        with await LoadConnection.open(entry.url) as connection:
             answer = await generate(connection, model, asked, headers, sent_s)
-        finally:
-            connection.close()
         if answer.usage[1] != request.max_tokens:
             raise LoadError(f"{request.max_tokens} tokens were asked for, {answer.usage[1]} came")
     except (OSError, LoadError) as failed:
