@@ -10,6 +10,7 @@ import threading
 import time
 
 from _bench_v1.servers import BenchServer
+from vllm_pd.bench.connection import LoadError
 
 # A connector of stock vLLM, in this folder, which does nothing but let long prompts wait.
 PARKING = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
@@ -56,7 +57,7 @@ def hop_times_ms() -> list[float]:
 
 
 def _forget(server: BenchServer, prompt: list[int]) -> None:
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, LoadError):
         server.complete(prompt, 4, 600.0)
 
 
