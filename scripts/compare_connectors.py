@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from _connectors import report
 from _connectors.faults import FAULTS, AnswerEnd, FaultTally, strike
 from _connectors.legs import measure_legs
