@@ -65,16 +65,12 @@ class WatchedRouter:
     async def ask(self, path: str, body: dict | None = None) -> int:
         """The status of an answer over a new connection; 0 where none comes within ANSWER_S."""
         method, data = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
-        connection = None
         try:
             async with asyncio.timeout(ANSWER_S):
-                connection = await LoadConnection.open(self._server.url)
-                return (await connection.exchange(method, path, data, {"connection": "close"})).status
+                with await LoadConnection.open(self._server.url) as connection:
+                    return (await connection.exchange(method, path, data, {"connection": "close"})).status
         except (OSError, TimeoutError, LoadError):
             return 0
-        finally:
-            if connection is not None:
-                connection.close()
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(HOST, self._server.port)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import queue
 import statistics
@@ -36,7 +35,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-from bench_transfer import complete
+from bench_transfer import complete, other_process
 from rich.console import Console
 from transformers import AutoModel, DynamicCache
 
@@ -219,17 +218,11 @@ class ComputedPrompts:
 @contextlib.contextmanager
 def fleet(load: PushLoad, cores: list[int]) -> Iterator[tuple[ComputedPrompts, Model, Connection]]:
     """Both processes; this one prefills."""
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    process = context.Process(target=decode, args=(theirs, load, cores[1]), daemon=True)
-    process.start()
-    theirs.close()
-    model = Model(load, cores[0])
-    if not pipe.poll(DEADLINE_S):
-        raise SystemExit("the decoding process has not started")
-    yield ComputedPrompts(model, LayerSender(model, pipe.recv())), model, pipe
-    pipe.send(None)
-    process.join(30)
+    with other_process(decode, load, cores[1]) as pipe:
+        model = Model(load, cores[0])
+        if not pipe.poll(DEADLINE_S):
+            raise SystemExit("the decoding process has not started")
+        yield ComputedPrompts(model, LayerSender(model, pipe.recv())), model, pipe
 
 
 def measure(load: PushLoad, cores: list[int], rounds: int) -> dict[str, Any]:

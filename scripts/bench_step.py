@@ -118,7 +118,7 @@ def main() -> int:
     for verdict in verdicts:
         show(verdict, args.goal, args.null)
     if args.json:
-        args.json.write_text(json.dumps([verdict.as_dict() for verdict in verdicts], indent=2) + "\n")
+        args.json.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=2) + "\n")
     return 0 if all(v.same_decisions and not v.slower_than(1 + args.goal) for v in verdicts) else 1
 
 

@@ -12,7 +12,6 @@ prompt's block that is there and all before it. The most that any cache of that 
 """
 import argparse
 import json
-import shutil
 import statistics
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_pd.bench.share.caches import LruCache
 from vllm_pd.bench.simulation.oracle import block_uses, most_hits
 from vllm_pd.bench.simulation.trace import TraceConfig, make
 from vllm_pd.store.arena import PAGE, BlockArena
@@ -152,16 +152,20 @@ def ways(blocks: int, size: int, folder: Path) -> Iterator[tuple[str, Memcpy | O
         print(f"LMCache is not measured: {error}", file=sys.stderr)
 
 
+def memory_folder() -> tempfile.TemporaryDirectory:
+    """A folder in shared memory, removed at the end of a `with` block."""
+    return tempfile.TemporaryDirectory(prefix="vllm-pd-bench-", dir="/dev/shm")
+
+
 def measure_rates(args: argparse.Namespace, size: int) -> dict[str, dict[str, object]]:
     """GB/s of each way: medians, and all rounds. The first round, in which memory is touched first, is left out."""
     blocks = max(8, int(args.gib * 2**30) // size)
     rng = np.random.default_rng(0)
     source = rng.integers(0, 256, (blocks, size), np.uint8)
     target = np.zeros((blocks, size), np.uint8) + 1
-    folder = Path(tempfile.mkdtemp(prefix="vllm-pd-bench-", dir="/dev/shm"))
     found: dict[str, dict[str, list[float]]] = {}
-    try:
-        compared = dict(ways(blocks, size, folder))
+    with memory_folder() as folder:
+        compared = dict(ways(blocks, size, Path(folder)))
         for number in range(args.rounds + 1):
             for name, way in compared.items():
                 way.clear()
@@ -170,30 +174,9 @@ def measure_rates(args: argparse.Namespace, size: int) -> dict[str, dict[str, ob
                     found.setdefault(name, {"in": [], "out": []})[direction].append(round(rate, 3))
         for way in compared.values():
             way.close()
-    finally:
-        shutil.rmtree(folder)
     return {name: {f"{direction}_{what}": value for direction, rounds in each.items()
                    for what, value in (("gb_per_s", round(statistics.median(rounds), 2)), ("rounds", rounds))}
             for name, each in found.items()}
-
-
-class PlainLru:
-    """One list of blocks, the least recently used first."""
-
-    def __init__(self, room: int) -> None:
-        self._room = room
-        self._blocks: dict[int, None] = {}
-
-    def hits(self, prompt: Sequence[int]) -> int:
-        """How many blocks of a prompt are there, from its first on."""
-        return next((number for number, block in enumerate(prompt) if block not in self._blocks), len(prompt))
-
-    def use(self, block: int) -> None:
-        """Store a block, or note that it was used."""
-        self._blocks.pop(block, None)
-        self._blocks[block] = None
-        if len(self._blocks) > self._room:
-            del self._blocks[next(iter(self._blocks))]
 
 
 def measure_hits(args: argparse.Namespace, share: float) -> dict[str, float]:
@@ -201,10 +184,9 @@ def measure_hits(args: argparse.Namespace, share: float) -> dict[str, float]:
     trace = make(TraceConfig(conversations=args.conversations, seed=args.seed))
     uses = block_uses(trace, BLOCK_TOKENS)
     room = max(1, int(uses.distinct * share))
-    folder = Path(tempfile.mkdtemp(prefix="vllm-pd-bench-", dir="/dev/shm"))
-    try:
-        arena = BlockArena(folder, 8, room * (HEADER_BYTES + PAGE) + 3 * PAGE)
-        plain = PlainLru(arena.shape.slots)
+    with memory_folder() as folder:
+        arena = BlockArena(Path(folder), 8, room * (HEADER_BYTES + PAGE) + 3 * PAGE)
+        plain = LruCache(arena.shape.slots, uses.distinct)
         hits = plain_hits = asked = 0
         for blocks, prompt_blocks in uses:
             prompt = [scattered_key_of(block) for block in blocks[:prompt_blocks]]
@@ -213,11 +195,9 @@ def measure_hits(args: argparse.Namespace, share: float) -> dict[str, float]:
             asked += prompt_blocks
             for block in reversed(blocks):  # the end of a prompt is to go first
                 arena.put(scattered_key_of(block), [bytes(8)])
-                plain.use(block)
+            plain.use(blocks)
         slots = arena.shape.slots
         arena.close()
-    finally:
-        shutil.rmtree(folder)
     return {"share": share, "slots": slots, "distinct_blocks": uses.distinct, "hits": round(hits / asked, 4),
             "plain_lru": round(plain_hits / asked, 4),
             "most_hits": round(most_hits(uses, slots) / asked, 4),

@@ -16,8 +16,8 @@ Keys and values are apart, as V0 has them, in heads of 64. The time of `scatter`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import multiprocessing
 import random
 import statistics
 import time
@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+from bench_transfer import other_process
 from rich.console import Console
 
 from vllm_pd.bench.report import MS, table
@@ -102,13 +103,8 @@ def receive(pipe: Connection, case: Case) -> None:
 class Sender:
     """P: its cache, and a staging cache of D's heads."""
 
-    def __init__(self, case: Case) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.case = case
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=receive, args=(theirs, case), daemon=True)
-        self.process.start()
-        theirs.close()
+    def __init__(self, case: Case, pipe: Connection) -> None:
+        self.case, self.pipe = case, pipe
         self.cache, self.staging = (Cache(name, case, heads, False)
                                     for name, heads in (("p", case.p_heads), ("p-staging", case.shared)))
         d, d_staging = self.pipe.recv()
@@ -146,22 +142,19 @@ class Sender:
     def close(self) -> None:
         self.cache.transport.close()
         self.staging.transport.close()
-        self.pipe.send("done")
-        self.process.join(10)
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """Medians and best rounds of the ways of one case, in ms."""
-    sender = Sender(case)
     samples: dict[str, list[float]] = {way: [] for way in case.ways}
-    for number in range(rounds + 1):
-        ids = random.Random(number)
-        local, remote = (ids.sample(range(2 * case.blocks), case.blocks) for _ in range(2))
-        for way in case.ways if number % 2 else reversed(case.ways):
-            took_s = sender.run(way, local, remote)
-            if number:  # the first round connects
-                samples[way].append(took_s)
-    sender.close()
+    with other_process(receive, case) as pipe, contextlib.closing(Sender(case, pipe)) as sender:
+        for number in range(rounds + 1):
+            ids = random.Random(number)
+            local, remote = (ids.sample(range(2 * case.blocks), case.blocks) for _ in range(2))
+            for way in case.ways if number % 2 else reversed(case.ways):
+                took_s = sender.run(way, local, remote)
+                if number:  # the first round connects
+                    samples[way].append(took_s)
     element = DTYPES[case.dtype].itemsize
     nbytes = 2 * case.layers * case.blocks * case.block_size * case.shared * HEAD_SIZE * element
     return {**case._asdict(), "bytes": nbytes, "run_bytes": case.shared * HEAD_SIZE * element,

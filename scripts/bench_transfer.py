@@ -29,7 +29,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -173,29 +173,37 @@ def block_ids(order: str, count: int, num_blocks: int, seed: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def sender(shape: CacheShape) -> Iterator[Meeting]:
-    """Our end, after a first write."""
+def other_process(target: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Inside the `with` block, `target` runs in a process of its own, with its end of a pipe and the arguments. The
+    block gets our end. At the end of the block the process gets None, on which it should end."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(theirs, shape), daemon=True)
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
-    caches = shape.caches()
-    transport = NixlTransport("sender", caches, shape.describe(caches), progress_thread=False)
-    by_torch = TorchTransport("sender", caches, shape.describe(caches), HOST, receives=False)
-    metadata = pipe.recv()
-    first_ms = {}
-    for name, each, theirs in (("nixl", transport, metadata[0]), ("torch", by_torch, metadata[1])):
-        started_s = time.perf_counter()
-        each.add_peer("receiver", theirs)
-        ours_s(each, [0], [0])
-        first_ms[name] = round(MS * (time.perf_counter() - started_s), 1)
-        pipe.recv()
-    yield Meeting(transport, by_torch, pipe, caches, metadata[0], first_ms)
-    by_torch.close()
-    transport.close()
-    pipe.send("done")
-    process.join(10)
+    yield pipe
+    pipe.send(None)
+    process.join(30)
+
+
+@contextlib.contextmanager
+def sender(shape: CacheShape) -> Iterator[Meeting]:
+    """Our end, after a first write."""
+    with other_process(receive, shape) as pipe:
+        caches = shape.caches()
+        transport = NixlTransport("sender", caches, shape.describe(caches), progress_thread=False)
+        by_torch = TorchTransport("sender", caches, shape.describe(caches), HOST, receives=False)
+        metadata = pipe.recv()
+        first_ms = {}
+        for name, each, theirs in (("nixl", transport, metadata[0]), ("torch", by_torch, metadata[1])):
+            started_s = time.perf_counter()
+            each.add_peer("receiver", theirs)
+            ours_s(each, [0], [0])
+            first_ms[name] = round(MS * (time.perf_counter() - started_s), 1)
+            pipe.recv()
+        yield Meeting(transport, by_torch, pipe, caches, metadata[0], first_ms)
+        by_torch.close()
+        transport.close()
 
 
 def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list[dict[str, Any]], dict[str, float]]:

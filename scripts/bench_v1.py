@@ -45,6 +45,11 @@ from _series.errors import Refusal
 from _wheel import cache
 from _wheel.process import BuildError
 
+from vllm_pd.admin.scrape import scrape
+from vllm_pd.bench.handover import HandoverBench, measure
+from vllm_pd.bench.report import summary
+from vllm_pd.errors import PDError
+
 WAITING_GOAL, WAKE_GOAL_MS = 0.05, 5.0
 CONTROL_GOALS_MS = {"p50": 5.0, "p99": 15.0}
 LEASE_S = 120.0  # a stopped prefill engine stays a peer for so long
@@ -154,7 +159,6 @@ class V1Bench:
         return self.out / f"wakes_{name}"
 
     def _await_peer(self, server: BenchServer) -> None:
-        from vllm_pd.admin.scrape import scrape
 
         deadline = time.monotonic() + 300.0
         while not scrape(server.url).value("vllm:pd_attempts_total", outcome="done"):
@@ -167,8 +171,6 @@ class V1Bench:
         return waiting.parked_shares(server, lambda: count(server), self.args.window)
 
     def _handover(self, decode: BenchServer, prefill: BenchServer) -> dict[str, Any]:
-        from vllm_pd.bench.handover import HandoverBench, measure
-        from vllm_pd.bench.report import summary
 
         self._wakes("d1").write_text("")
         hops = waiting.hop_times_ms()
@@ -288,7 +290,7 @@ def main() -> int:
                 if args.json:
                     others = json.loads(args.json.read_text()) if args.json.exists() else {}
                     args.json.write_text(json.dumps(others | found, indent=1) + "\n")
-    except (Refusal, BuildError, OSError) as error:
+    except (Refusal, BuildError, PDError, OSError) as error:
         print(f"bench_v1: {error}", file=sys.stderr)
         return 2
     show(found)

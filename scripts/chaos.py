@@ -25,8 +25,6 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from _chaos.fleet import ProcessLost
 from _chaos.page import page
 from _chaos.session import ChaosSettings, chaos

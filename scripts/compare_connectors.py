@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from _connectors import report
 from _connectors.faults import FAULTS, AnswerEnd, FaultTally, strike
 from _connectors.legs import measure_legs
@@ -39,6 +37,7 @@ from vllm_pd.ports import take_free
 SHAPE = {"pool_blocks": 96, "context": 1024}
 LEG_SHAPE = {"pool_blocks": 192, "context": 2560}
 LEG_TOKENS = (500, 2000)
+ALL = [one.value for one in ConnectorName]
 BEGAN = time.monotonic()
 
 
@@ -153,15 +152,10 @@ class Results:
             name in self.values["given_up"] for name in ours)
 
 
-def names_of_all() -> list[str]:
-    """Of the connectors."""
-    return [one.value for one in ConnectorName]
-
-
 def arguments() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connector", action="append", choices=names_of_all(), help="default: all; may be repeated")
+    parser.add_argument("--connector", action="append", choices=ALL, help="default: all; may be repeated")
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="default: all; may be repeated")
     parser.add_argument("--rounds", type=int, default=2, help="of each fault (default 2)")
     parser.add_argument("--legs", action="store_true", help="measure D's leg, and carry out no fault")
@@ -182,7 +176,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if not chosen.model or not chosen.legs_model:
         parser.error("no model: source scripts/env.sh first, with VLLM_PD_ENGINE=v1, or give --model and --legs-model")
-    connectors = [one for one in ConnectorName if one.value in (chosen.connector or names_of_all())]
+    connectors = [one for one in ConnectorName if one.value in (chosen.connector or ALL)]
     faults = [] if chosen.legs else [name for name in FAULTS if name in (chosen.fault or FAULTS)]
     settings = {"lease_s": LEASE_S, "ours": OURS, "upstream": UPSTREAM, "kv_load_failure_policy": chosen.policy,
                 "seed": chosen.seed, "rounds": chosen.rounds, "model": Path(chosen.model).name, **SHAPE}

@@ -13,8 +13,6 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 from _thresholds.compare import MACHINES, arms, compare, verdicts
 
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ class GpuReport:
         return {"date": self._date, "device": about.get("device"), "budget_s": self._budget_s,
                 "took_s": round(time.monotonic() - self._began_s, 1), "prompts": self._settings.prompts,
                 "status": exit_status(self.results, ABOUT),
-                "parts": {name: result.as_json() for name, result in self.results.items()}}
+                "parts": {name: asdict(result) for name, result in self.results.items()}}
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ the loader puts things), so there are several of each.
 
 import random
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 RESAMPLES = 2000
 
@@ -57,9 +57,6 @@ class StepVerdict:
     def slower_than(self, limit: float) -> bool:
         """Whether B is slower than `limit` times A with that confidence, so not by noise."""
         return self.low > limit
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def judge(kind: str, pairs: list[StepPair], seed: int = 0) -> StepVerdict:

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from _bench_v1.servers import BenchServer
+from vllm_pd.bench.connection import served_model
+from vllm_pd.bench.handover import HandoverBench, measure
+from vllm_pd.bench.load import GenerationRequest, ask
+from vllm_pd.bench.report import MS, summary
 
 CHATS = 4
 CHAT_PROMPT_TOKENS = 30
@@ -35,8 +39,6 @@ class PushComparison:
 
     def _first_tokens(self) -> dict[str, Any]:
         """TTFT of single remote prompts without the prefill at P, and the part of it that is the transfer."""
-        from vllm_pd.bench.handover import HandoverBench, measure
-        from vllm_pd.bench.report import summary
 
         samples: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
         for number in range(self.rounds):
@@ -54,7 +56,6 @@ class PushComparison:
     def _gaps(self) -> dict[str, dict[str, float]]:
         """Inter-token latencies of `CHATS` chats on the decode engine while a prompt is computed and arrives. Alone:
         without a prompt. Computed elsewhere: the prefill engine computes one of its own client, so nothing is sent."""
-        from vllm_pd.bench.report import MS, summary
 
         found: dict[str, list[float]] = {load: [] for load in LOADS}
         for number in range(self.rounds):
@@ -66,8 +67,6 @@ class PushComparison:
 
     def _gaps_during(self, decode: BenchServer, target: BenchServer | None, seed: int) -> list[float]:
         """The gaps between tokens of the chats that end while `target` answers a prompt; None: all after the begin."""
-        from vllm_pd.bench.connection import served_model
-        from vllm_pd.bench.load import GenerationRequest, ask
 
         draw = random.Random(1000 + seed)
         model, answers = served_model(decode.url), []

@@ -4,11 +4,8 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,10 @@ import psutil
 from _wheel.process import BuildError
 
 from _bench_v1.installations import BenchInstallation
+from vllm_pd.admin.client import is_healthy
+from vllm_pd.bench.load import GenerationRequest, ask
+from vllm_pd.bench.servers import HOST
+from vllm_pd.ports import take_free
 
 START_S = 900.0
 STOP_S = 60.0
@@ -56,7 +57,7 @@ class BenchProcess:
 
 def start_broker(plugin: BenchInstallation, log: Path) -> tuple[BenchProcess, str]:
     """A broker, and its address."""
-    address = f"tcp://127.0.0.1:{free_port()}"
+    address = f"tcp://{HOST}:{take_free(HOST)}"
     return BenchProcess([plugin.python, "-m", "vllm_pd.cli", "broker", "--bind", address], plugin.environment(),
                         log), address
 
@@ -67,8 +68,8 @@ class BenchServer(BenchProcess):
 
     def __init__(self, where: BenchInstallation, model: str, transfer: dict[str, Any], tp: int, log: Path,
                  more: tuple[Path, ...] = (), options: tuple[str, ...] = (), **settings: str) -> None:
-        self.port = free_port()
-        self.url, self.model = f"http://127.0.0.1:{self.port}", model
+        self.port = take_free(HOST)
+        self.url, self.model = f"http://{HOST}:{self.port}", model
         command = [where.python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(self.port),
                    "--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "2048",
                    "--max-num-seqs", "8", "--num-gpu-blocks-override", "512", "--tensor-parallel-size", str(tp),
@@ -78,14 +79,12 @@ class BenchServer(BenchProcess):
     def wait_ready(self) -> "BenchServer":
         """Until it answers."""
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
+        while not is_healthy(self.url):
             self.check()
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return self
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
-        raise BuildError(f"{self.log}: the server does not answer within {START_S:g} s")
+            if time.monotonic() > deadline:
+                raise BuildError(f"{self.log}: the server does not answer within {START_S:g} s")
+            time.sleep(0.5)
+        return self
 
     def engine_processes(self) -> dict[str, int]:
         """EngineCore's and its workers' process ids, by the names that vLLM gives them."""
@@ -102,13 +101,9 @@ class BenchServer(BenchProcess):
             child.kill()
         self.process.kill()
 
-    def complete(self, prompt: list[int], tokens: int, timeout_s: float) -> dict[str, Any]:
-        """The answer to a prompt. Raises OSError."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode(),
-                                         {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return json.load(answer)
+    def complete(self, prompt: list[int], tokens: int, timeout_s: float) -> None:
+        """Has a prompt answered. Raises LoadError and OSError."""
+        ask(self.url, self.model, GenerationRequest(prompt, tokens, ignore_eos=True, token_ids=False), timeout_s)
 
 
 def install_probe(folder: Path) -> tuple[Path, Path]:
@@ -118,10 +113,3 @@ def install_probe(folder: Path) -> tuple[Path, Path]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: wake_probe\nVersion: 0\n")
     (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nwake_probe = wake_probe:install\n")
     return folder, Path(__file__).resolve().parent
-
-
-def free_port() -> int:
-    """A port that nobody has at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

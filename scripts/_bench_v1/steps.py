@@ -30,7 +30,7 @@ class StepFigures:
     def as_dict(self) -> dict:
         """For JSON."""
         about = {name: {key: value for key, value in one.items() if key != "vllm"} for name, one in self.about.items()}
-        return {"verdicts": {name: one.as_dict() for name, one in self.verdicts.items()}, "about": about}
+        return {"verdicts": {name: asdict(one) for name, one in self.verdicts.items()}, "about": about}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 """What an engine uses whose requests all wait for KV (B94)."""
 
 import contextlib
-import http.client
 import json
 import random
 import socket
@@ -10,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
 
 from _wheel.process import BuildError
 
 from _bench_v1.servers import BenchServer
+from vllm_pd.admin.client import fetch
+from vllm_pd.admin.scrape import scrape
+from vllm_pd.bench.connection import LoadError
 
 # A connector of stock vLLM, in this folder, which does nothing but let long prompts wait.
 PARKING = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}
@@ -74,20 +75,17 @@ def hop_times_ms() -> list[float]:
 
 def granted(server: BenchServer) -> int:
     """How many attempts of one of our decode engines a prefill engine works on."""
-    with urllib.request.urlopen(f"{server.url}/pd/status", timeout=10) as answer:
-        return json.load(answer)["gauges"]["decode_granted"]
+    return json.loads(fetch(server.url, "/pd/status", 10.0)[1])["gauges"]["decode_granted"]
 
 
 def waiting_requests(server: BenchServer) -> int:
     """How many requests of any engine wait, by its own figures."""
-    from vllm_pd.admin.scrape import scrape
-
     return int(scrape(server.url).value("vllm:num_requests_waiting"))
 
 
 def _complete(server: BenchServer, prompt: list[int], answered: threading.Semaphore) -> None:
     """Of no interest but that it has ended."""
-    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
+    with contextlib.suppress(OSError, LoadError):
         server.complete(prompt, 4, 600.0)
     answered.release()
 

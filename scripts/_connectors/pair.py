@@ -20,7 +20,7 @@ from _connectors.serve import ForkedServer, ServerFactory
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.connection import LoadConnection, LoadError
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask, generate
-from vllm_pd.bench.prefill_first import REMOTE_DECODE, PrefilledRequest, prefill_at
+from vllm_pd.bench.prefill_first import REMOTE_DECODE, prefill_at
 from vllm_pd.bench.servers import HOST, Servers
 from vllm_pd.core.messages import Role
 from vllm_pd.launch.plan import BROKER, ROLE_NAMES, transfer_config
@@ -159,12 +159,9 @@ class EnginePair:
     async def decode(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None,
                      headers: dict[str, str], stream: bool = False) -> GenerationAnswer:
         """Has D answer, with what `prefill` said. The times begin when the request is written."""
-        request = PrefilledRequest(prompt, max_tokens, stream=stream, ignore_eos=True, kv_transfer_params=params)
-        connection = await LoadConnection.open(self.d.url)
-        try:
+        request = GenerationRequest(prompt, max_tokens, stream=stream, ignore_eos=True, kv_transfer_params=params)
+        with await LoadConnection.open(self.d.url) as connection:
             return await generate(connection, self.shape.model, request, headers)
-        finally:
-            connection.close()
 
     async def prefill(self, prompt: list[int], headers: dict[str, str] | None = None) -> dict[str, Any] | None:
         """Has P compute a prompt. What its answer says for D; None where D gets requests first."""

@@ -45,11 +45,8 @@ async def answer_all(url: str, model: str, prompts: list[list[int]],
         body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
                 "logprobs": 2, "return_tokens_as_token_ids": True}
         async with places:
-            connection = await LoadConnection.open(url)
-            try:
+            with await LoadConnection.open(url) as connection:
                 answer = await connection.exchange("POST", "/v1/completions", json.dumps(body).encode())
-            finally:
-                connection.close()
         found = answer.required().json()["choices"][0]["logprobs"]
         best = [sorted(choices.values(), reverse=True) for choices in found["top_logprobs"]]
         if min(first - second for first, second, *_ in best) < margin:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class PartRun:
 
     def write(self, result: PartResult) -> None:
         """Replace what the harness will read."""
-        write_json(self.file, PartResult(result.outcome, result.reason, self.figures).as_json())
+        write_json(self.file, asdict(PartResult(result.outcome, result.reason, self.figures)))
 
 
 def require(*modules: str) -> None:

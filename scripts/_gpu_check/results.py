@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,6 @@ class PartResult:
     reason: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
     took_s: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def write_json(path: Path, value: Any) -> None:

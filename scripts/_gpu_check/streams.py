@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_pd.transfer.device import CudaDevice, Device, DeviceEvent
+from vllm_pd.transfer.device import CudaDevice, Device
 
 STEP_S = 0.02  # how long a step computes before it writes its blocks
 JOIN_S = 10.0
@@ -109,9 +109,7 @@ class HostSteps:
 
     def synchronize(self) -> None:
         """See Device."""
-        event = _HostEvent()
-        self._queue.put(event.reach)
-        event.wait()
+        self.record().wait()
 
     def is_idle(self) -> bool:
         """See Device."""
@@ -120,7 +118,7 @@ class HostSteps:
     def flush(self) -> None:
         """See Device. Memory of the host needs none."""
 
-    def record(self) -> DeviceEvent:
+    def record(self) -> _HostEvent:
         """See Device."""
         event = _HostEvent()
         self._queue.put(event.reach)

@@ -31,9 +31,9 @@ def patience(monkeypatch):
 
 
 @contextlib.contextmanager
-def serving(**settings) -> Iterator[Broker]:
-    """A `Broker` at a free address, on a thread that ends with the block."""
-    broker = Broker("tcp://127.0.0.1:0", **settings)
+def serving(address: str = "tcp://127.0.0.1:0", **settings) -> Iterator[Broker]:
+    """A `Broker`, at a free address unless told otherwise, on a thread that ends with the block."""
+    broker = Broker(address, **settings)
     thread = threading.Thread(target=broker.run)
     thread.start()
     try:
@@ -53,14 +53,11 @@ class EmbeddedBroker:
         self.start()
 
     def start(self) -> None:
-        self.broker = Broker(self.url, ttl_s=self._ttl_s, keys=self._keys)
-        self._thread = threading.Thread(target=self.broker.run)
-        self._thread.start()
+        self._running = contextlib.ExitStack()
+        self.broker = self._running.enter_context(serving(self.url, ttl_s=self._ttl_s, keys=self._keys))
 
     def kill(self) -> None:
-        self.broker.stop()
-        self._thread.join(60)
-        assert not self._thread.is_alive()
+        self._running.close()
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:

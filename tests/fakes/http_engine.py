@@ -29,13 +29,8 @@ class FakeEngine:
         self.prefill = prometheus_client.Histogram("vllm:request_prefill_time_seconds", "", registry=self.registry)
         self.bytes = prometheus_client.Counter("vllm:pd_transfer_bytes_total", "", registry=self.registry)
         self._counting = threading.Lock()  # a page shows all of a request's figures, or none
-        engine = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.engine = engine
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (_Handler, ), {"engine": self})
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
 

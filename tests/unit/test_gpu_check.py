@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/gpu_check.py: budgets, verdicts and command lines, without a process."""
 import json
+from dataclasses import asdict
 
 import pytest
 from _gpu_check import engines
@@ -50,7 +51,7 @@ def test_half_a_result_is_none(tmp_path, text):
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
     result = PartResult(PartOutcome.FAILED, "why", {"blocks": [1, 2]})
-    write_json(tmp_path / "part.json", result.as_json())
+    write_json(tmp_path / "part.json", asdict(result))
     assert read_result(tmp_path / "part.json") == result
     assert [path.name for path in tmp_path.iterdir()] == ["part.json"]
 

@@ -40,12 +40,9 @@ def questions(servers: ServerFactory, shape: EngineShape) -> list[Question]:
 async def all_answers(url: str, model: str, asked: list[Question]) -> list[tuple[int, ...]]:
     """Those of the router, asked for at once, every second as a stream."""
     async def one(number: int, question: Question) -> tuple[int, ...]:
-        connection = await LoadConnection.open(url)
-        try:
+        with await LoadConnection.open(url) as connection:
             request = GenerationRequest(question.prompt, ANSWER_TOKENS, ignore_eos=True, stream=number % 2 == 1)
             return (await generate(connection, model, request)).token_ids
-        finally:
-            connection.close()
     return await asyncio.gather(*(one(number, question) for number, question in enumerate(asked)))
 
 

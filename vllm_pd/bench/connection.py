@@ -12,7 +12,7 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httptools
 import msgspec
@@ -82,8 +82,8 @@ class HttpAnswer:
 
 
 class LoadConnection(asyncio.Protocol):
-    """One HTTP/1.1 connection to a server. Owned by one task, which closes it at the end. httptools calls the `on_...`
-    methods."""
+    """One HTTP/1.1 connection to a server. Owned by one task, which closes it at the end, by `close` or a `with` block.
+    httptools calls the `on_...` methods."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -93,7 +93,7 @@ class LoadConnection(asyncio.Protocol):
         self._over: asyncio.Future | None = None
 
     @classmethod
-    async def open(cls, url: str) -> "LoadConnection":
+    async def open(cls, url: str) -> Self:
         """To the server at `url`, its base. Raises OSError where nobody listens."""
         parsed = urllib.parse.urlsplit(url)
         connect = asyncio.get_running_loop().create_connection
@@ -101,6 +101,12 @@ class LoadConnection(asyncio.Protocol):
 
     def close(self) -> None:
         self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     async def exchange(self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None,
                        timeout_s: float = ANSWER_TIMEOUT_S) -> HttpAnswer:
@@ -159,12 +165,9 @@ def call(url: str, method: str, path: str, body: Any = None, timeout_s: float = 
     """The JSON that the server at `url` answers with; None for an empty answer. Raises LoadError unless the status is
     200, or OSError when nobody listens. Not for use in an event loop."""
     async def once() -> HttpAnswer:
-        connection = await LoadConnection.open(url)
-        try:
+        with await LoadConnection.open(url) as connection:
             return await connection.exchange(method, path, b"" if body is None else json.dumps(body).encode(),
                                              timeout_s=timeout_s)
-        finally:
-            connection.close()
 
     try:
         answer = asyncio.run(once()).required()

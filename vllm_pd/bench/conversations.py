@@ -122,14 +122,12 @@ async def _take_turn(url: str, model: str, shape: ConversationShape, conversatio
                                 chat=True, stream=True, ignore_eos=True, token_ids=False)
     headers = {"X-Session-Id": f"conversation-{conversation}", "X-Vllm-Pd-Explain": "1"}
     sent_s = time.perf_counter()
-    connection = await LoadConnection.open(url)
     try:
-        answer = await generate(connection, model, request, headers, sent_s, ANSWER_TIMEOUT_S)
+        with await LoadConnection.open(url) as connection:
+            answer = await generate(connection, model, request, headers, sent_s, ANSWER_TIMEOUT_S)
         if not answer.usage[1]:
             raise LoadError("an answer without usage")
     except LoadError as error:
         raise LoadError(f"conversation {conversation}, turn {number}: {error}") from None
-    finally:
-        connection.close()
     return ConversationTurn(conversation, number, sent_s - began_s, answer.ttft_s, answer.total_s, *answer.usage,
                             answer.headers.get("x-vllm-pd-worker", ""), (*said, ("assistant", answer.text)))

@@ -36,18 +36,18 @@ class RequestShape:
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
-    def bodies(self, draw: random.Random, model: str = "dummy") -> Iterator[bytes]:
+    def bodies(self, draw: random.Random) -> Iterator[bytes]:
         """Requests without end, as JSON. Each prompt begins with a number of its own."""
-        drawn = [self._body(draw, model).split(_NUMBER.encode()) for _ in range(DRAWN)]
+        drawn = [self._body(draw).split(_NUMBER.encode()) for _ in range(DRAWN)]
         for number in itertools.count():
             before, after = drawn[number % DRAWN]
             yield b"%b%d%b" % (before, number, after)
 
-    def _body(self, draw: random.Random, model: str) -> bytes:
+    def _body(self, draw: random.Random) -> bytes:
         words = draw.choices(WORDS, k=max(1, int(self.prompt_tokens * WORDS_PER_TOKEN)))
         prompt = " ".join([_NUMBER, *words])
         said = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
-        return msgspec.json.encode({"model": model, **said, "max_tokens": self.tokens, "temperature": 0,
+        return msgspec.json.encode({"model": "dummy", **said, "max_tokens": self.tokens, "temperature": 0,
                                     "stream": self.stream})
 
     async def send(self, connection: LoadConnection, body: bytes, name: str = "") -> RequestTiming:

@@ -24,13 +24,15 @@ TOKEN_ID = "token_id:"
 class GenerationRequest:
     """A greedy request for tokens. `prompt` is a text or a list of token ids for completions, a list of messages for
     chats. With `token_ids` the answer has the exact tokens, because two answers of the same text may still be different
-    tokens; they are asked for as log-probabilities, which cost the engine time."""
+    tokens; they are asked for as log-probabilities, which cost the engine time. `kv_transfer_params`: what a proxy
+    adds for engines that get a prompt one after another."""
     prompt: Any
     max_tokens: int
     chat: bool = False
     stream: bool = False
     ignore_eos: bool = False
     token_ids: bool = True
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def path(self) -> str:
@@ -46,6 +48,8 @@ class GenerationRequest:
             body |= {"logprobs": True, "top_logprobs": 1} if self.chat else {"logprobs": 1}
         if self.stream:
             body["stream_options"] = {"include_usage": True}
+        if self.kv_transfer_params is not None:
+            body["kv_transfer_params"] = self.kv_transfer_params
         return body
 
 
@@ -128,11 +132,8 @@ def ask(url: str, model: str, request: GenerationRequest, timeout_s: float = ANS
     Raises LoadError, or OSError when nobody listens. Not for use in an event loop."""
     async def once() -> GenerationAnswer:
         began_s = time.perf_counter()
-        connection = await LoadConnection.open(url)
-        try:
+        with await LoadConnection.open(url) as connection:
             return await generate(connection, model, request, began_s=began_s, timeout_s=timeout_s)
-        finally:
-            connection.close()
 
     return asyncio.run(once())
 

@@ -8,7 +8,6 @@ load generator does it, so that no proxy is needed.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_pd.bench.connection import LoadConnection
@@ -16,24 +15,11 @@ from vllm_pd.bench.load import GenerationRequest
 from vllm_pd.router.prefill_form import REMOTE_DECODE
 
 
-@dataclass(frozen=True)
-class PrefilledRequest(GenerationRequest):
-    """A request with the `kv_transfer_params` that a proxy adds."""
-    kv_transfer_params: dict[str, Any] | None = None
-
-    def body(self, model: str) -> dict[str, Any]:
-        body = super().body(model)
-        return body if self.kv_transfer_params is None else body | {"kv_transfer_params": self.kv_transfer_params}
-
-
 async def prefill_at(url: str, model: str, prompt: Any, headers: Mapping[str, str] | None,
                      params: dict[str, Any] | None = REMOTE_DECODE) -> dict[str, Any] | None:
     """Has the engine at `url` compute a prompt. What its answer says for the decode engine. Raises LoadError and
     OSError."""
-    body = PrefilledRequest(prompt, 1, ignore_eos=True, kv_transfer_params=params).body(model)
-    connection = await LoadConnection.open(url)
-    try:
+    body = GenerationRequest(prompt, 1, ignore_eos=True, kv_transfer_params=params).body(model)
+    with await LoadConnection.open(url) as connection:
         answer = await connection.exchange("POST", "/v1/completions", json.dumps(body).encode(), headers)
         return answer.required().json().get("kv_transfer_params")
-    finally:
-        connection.close()

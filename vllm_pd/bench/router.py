@@ -193,9 +193,8 @@ class _RouterPhases:
 
     async def _set_delays(self, delays: DummyDelays) -> None:
         for url in self._targets[0].urls:
-            connection = await LoadConnection.open(url)
-            (await connection.exchange("POST", "/dummy", msgspec.json.encode(delays))).required()
-            connection.close()
+            with await LoadConnection.open(url) as connection:
+                (await connection.exchange("POST", "/dummy", msgspec.json.encode(delays))).required()
 
 
 def report(bench: RouterBench, found: Sequence[PhaseFigures], memory: dict[str, int]) -> dict[str, Any]:

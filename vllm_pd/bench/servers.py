@@ -99,11 +99,8 @@ class Server:
         shape = RequestShape(tokens=2, prompt_tokens=8)
 
         async def send() -> None:
-            connection = await LoadConnection.open(self.url)
-            try:
+            with await LoadConnection.open(self.url) as connection:
                 await shape.send(connection, next(shape.bodies(random.Random(0))))
-            finally:
-                connection.close()
 
         try:
             asyncio.run(send())

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm_pd.bench.connection import LoadConnection, LoadError
-from vllm_pd.bench.load import GenerationAnswer, generate
-from vllm_pd.bench.prefill_first import PrefilledRequest, prefill_at
+from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, generate
+from vllm_pd.bench.prefill_first import prefill_at
 from vllm_pd.bench.serve.traffic import LoadPoint, LoadRequest, PromptKind, RequestChain
 
 
@@ -74,13 +74,10 @@ async def send_one(entry: EntryPoint, model: str, request: LoadRequest, token_id
     try:
         if entry.prefill_url:
             params = await prefill_at(entry.prefill_url, model, request.prompt, headers)
-        asked = PrefilledRequest(request.prompt, request.max_tokens, stream=True, ignore_eos=True, token_ids=token_ids,
-                                 kv_transfer_params=params)
-        connection = await LoadConnection.open(entry.url)
-        try:
+        asked = GenerationRequest(request.prompt, request.max_tokens, stream=True, ignore_eos=True, token_ids=token_ids,
+                                  kv_transfer_params=params)
+        with await LoadConnection.open(entry.url) as connection:
             answer = await generate(connection, model, asked, headers, sent_s)
-        finally:
-            connection.close()
         if answer.usage[1] != request.max_tokens:
             raise LoadError(f"{request.max_tokens} tokens were asked for, {answer.usage[1]} came")
     except (OSError, LoadError) as failed:

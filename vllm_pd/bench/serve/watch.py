@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from vllm_pd.admin.client import fetch
@@ -57,8 +56,7 @@ class EngineWatch:
             pool.shutdown(wait=False)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-                 ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
 
     def figures(self) -> dict[str, Any]:

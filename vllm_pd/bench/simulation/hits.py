@@ -24,7 +24,7 @@ from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.placement import PlacementSearch
 from vllm_pd.bench.simulation.prefills import PrefillFigures, PrefillFleet, SimFleet
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
-from vllm_pd.bench.simulation.workers import SimLoad, SimSpeed, SimWorker
+from vllm_pd.bench.simulation.workers import SimSpeed, SimWorker
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Candidate, Choice, ChoiceReason, PlacementRequest, Policy, RoutingPolicyConfig, choose
@@ -114,7 +114,7 @@ def simulate(trace: Sequence[Arrival], fleet: FleetConfig, decide: Decide, seed:
                for name in (f"w{number}" for number in range(fleet.workers))}
     engines = SimFleet(list(workers.values()), fleet.prefill)
     names_of = list(workers)
-    loads: dict[str, SimLoad] = {name: worker.load() for name, worker in workers.items()}
+    loads = {name: worker.load() for name, worker in workers.items()}
     sent = dict.fromkeys(workers, 0)
     reasons = dict.fromkeys(ChoiceReason, 0)
     reported_s = 0.0

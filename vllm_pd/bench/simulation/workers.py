@@ -18,6 +18,7 @@ import msgspec
 
 from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.errors import ConfigError
+from vllm_pd.events.messages import EngineLoad
 
 if TYPE_CHECKING:
     from vllm.core.block.interfaces import Block
@@ -59,14 +60,6 @@ class SimEvents:
 
     def cleared(self) -> None:
         """Called by the allocator when it is reset, which never happens here."""
-
-
-class SimLoad(msgspec.Struct, frozen=True):
-    """The load of a worker. The names are those of the engines' load messages."""
-    remote_prefilling: int
-    queued_prefill_tokens: int
-    used_blocks: int
-    total_blocks: int
 
 
 class SimSpeed(msgspec.Struct, frozen=True):
@@ -145,14 +138,15 @@ class SimWorker:
             times.append(self._prefilling.first_token_s)
         return min(times, default=None)
 
-    def load(self) -> SimLoad:
+    def load(self) -> EngineLoad:
         """The load now. A prompt in prefill counts in full until it is done, as in an engine without chunks."""
         queued = sum(len(run.arrival.prompt) for run in self._waiting)
         if self._prefilling is not None:
             queued += len(self._prefilling.arrival.prompt) - self._prefilling.hit_tokens
         total = self.allocator.get_num_total_blocks()
         used = total - self.allocator.get_num_free_blocks() + self._reserved_blocks
-        return SimLoad(self._remote, queued, used, total)
+        return EngineLoad(remote_prefilling=self._remote, queued_prefill_tokens=queued, used_blocks=used,
+                          total_blocks=total)
 
     def table(self) -> set[int]:
         """The allocator's hashes of the blocks that it holds and that are computed."""
