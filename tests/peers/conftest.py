@@ -22,5 +22,5 @@ def nursery() -> Iterator[Nursery]:
 @pytest.fixture
 def broker() -> Iterator[str]:
     """Its address."""
-    with serving(ttl_s=60.0) as broker:  # who stands still has not left
+    with serving(ttl_s=60.0) as broker:  # an engine that a test has stopped stays a member
         yield broker.address

@@ -349,7 +349,7 @@ def test_b81_noise_is_counted_and_dropped(broker, raw):
 
 
 def test_b81_members_that_fit_into_no_frame_do_not_end_the_broker(monkeypatch, broker, raw):
-    """1,024 members may be larger than a frame: whoever can register one can register so many."""
+    """1,024 members may be larger than a frame: a client that may register one may register that many."""
     monkeypatch.setattr(codec, "_framing", codec.Framing(b"PD", m.PROTOCOL, m.Envelope, "protocol", max_bytes=1500))
     for number in range(20):
         raw.socket.send(codec.encode("d", m.Register(member("d", m.Role.DECODE))))

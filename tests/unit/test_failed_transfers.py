@@ -537,7 +537,7 @@ def refuse_to_add(metadata):
 
 
 def test_b27_jobs_of_a_d_that_could_not_be_added_go_back_at_once(pair, unadded):
-    """Those that P has, and those that are offered later: none is computed in vain."""
+    """Those that P has, and those that are offered later: nothing is computed for them."""
     assert not pair.jobs.has_jobs and sorted(pair.progress.finished_transfers, key=str) == unadded
     assert pair.kinds() == [Fallback, Released] * 4
     assert {event.peer for event in pair.events if isinstance(event, Fallback)} == {"p"}
