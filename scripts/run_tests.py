@@ -30,6 +30,7 @@ FAST = {
 }
 # Folders whose tests mostly wait run in several processes of pytest-xdist: "-n", how many.
 WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2}
+FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")
 
 
@@ -43,7 +44,8 @@ def main() -> int:
     lanes = {lane: [f"tests/{name}" for name in names] for lane, names in (FAST if chosen.fast else LANES).items()}
     if not chosen.all:
         options = [*NOT_HEAVY, *options]
-    workers = {f"tests/{name}": ("-n", str(count)) for name, count in WORKERS.items()}
+    counts = FAST_WORKERS if chosen.fast else WORKERS
+    workers = {f"tests/{name}": ("-n", str(count)) for name, count in counts.items()}
     return Session(ROOT, options, ROOT / "build" / "tests", workers, COMMANDS).run(lanes)
 
 
