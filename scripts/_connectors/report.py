@@ -11,6 +11,8 @@ from vllm_pd.bench.report import table
 
 COLOURS = {AnswerEnd.RIGHT: "tab:green", AnswerEnd.ABORTED: "lightgray", AnswerEnd.ERROR: "tab:orange",
            AnswerEnd.HANG: "tab:purple", AnswerEnd.WRONG: "tab:red"}
+QUOTIENTS = {"ours_to_theirs": "ours / theirs", "prefill_first_to_theirs": "ours, prefill first / theirs",
+             "own_cache_to_theirs": "no transfer / theirs"}
 COLUMNS = [end.value for end in AnswerEnd] + ["dead", "leaked"]
 
 
@@ -41,9 +43,9 @@ def legs(results: dict[str, Any]) -> Table:
     for prompt, found in results["legs"].items():
         for name, ms in found["ms"].items():
             figures = [f"{ms[key]:.1f}" for key in ("p10", "p50", "p90")]
-            quotients = [_shown(found.get(key, {}).get(name)) for key in ("ours_to_theirs", "prefill_first_to_theirs")]
+            quotients = [_shown(found.get(key, {}).get(name)) for key in QUOTIENTS]
             lines.append([f"{prompt}, {name}", *figures, *quotients])
-    return table(["D's leg, ms", "p10", "p50", "p90", "ours / theirs", "ours, prefill first / theirs"], lines)
+    return table(["D's leg, ms", "p10", "p50", "p90", *QUOTIENTS.values()], lines)
 
 
 def _shown(quotient: dict[str, float] | None) -> str:
