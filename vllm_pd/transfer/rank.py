@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from vllm_pd.errors import ControlError
+from vllm_pd.heap import freeze_heap
 from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.gather import RankListener, connect, encode_progress
@@ -184,6 +185,7 @@ class RankServer:
         order = msgspec.msgpack.decode(_await_message(connection, time.monotonic() + ATTACH_S), type=AttachRank)
         self._enter()
         transfer, metadata = self._make(order)
+        freeze_heap()
         connection.send(msgspec.msgpack.encode(RankReady(metadata)))
         self._rank = RankThread(transfer, connection, self._enter, connection.pid != os.getpid())
 

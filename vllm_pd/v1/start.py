@@ -12,6 +12,7 @@ from vllm_pd.control.agent import ControlAgent
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
+from vllm_pd.heap import freeze_heap
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
@@ -52,6 +53,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     if publishes_events(vllm_config):
         binding.end_reports = report_load(config, front, engine.scheduler, binding)
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
+    freeze_heap()
     return binding
 
 
