@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The KV store: GB/s in and out beside memcpy and LMCache's CPU backend, and the hits of its eviction beside the most.
+"""The KV store: GB/s in and out beside memcpy and LMCache's CPU backend, the hits of its eviction beside the most, and
+what a look-up costs EngineCore.
 
 Bandwidth: one thread copies blocks of `--block-bytes` from one buffer into the store and from there to another, each
 larger than the caches of most machines. The ways take turns in each round. `memcpy` is numpy's copy between two
@@ -9,6 +10,8 @@ dictionary of one process over one buffer: allocate, copy in, put, get, copy out
 
 Hits: conversations (`vllm_pd.bench.simulation`) on an arena with a share of the blocks of the whole trace. A hit is a
 prompt's block that is there and all before it. The most that any cache of that size can have is `most_hits`.
+
+Look-ups: CPU time for each block that is there, in a full arena, for an engine of so many ranks.
 """
 import argparse
 import json
@@ -28,6 +31,7 @@ from vllm_pd.store.arena import PAGE, BlockArena
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
 from vllm_pd.store.slots import WAYS
 from vllm_pd.store.store import BlockStore
+from vllm_pd.store.view import StoreView
 from vllm_pd.store_settings import StoreSettings
 
 BLOCK_TOKENS = 16  # of the conversations
@@ -204,6 +208,28 @@ def measure_hits(args: argparse.Namespace, share: float) -> dict[str, float]:
             "endless_cache": round(most_hits(uses, None) / asked, 4)}
 
 
+def measure_look_ups(ranks: int, blocks: int = 2000, rounds: int = 7) -> float:
+    """CPU microseconds to find that each rank has its part of a block: the best round."""
+    models = [bytes([rank]) * 16 for rank in range(ranks)]
+    with memory_folder() as folder:
+        slots = int(blocks * ranks * 1.5) // WAYS * WAYS
+        settings = StoreSettings(folder, (slots * (HEADER_BYTES + PAGE) + 2 * PAGE) / 2**30)
+        arena, view = BlockArena(folder, 8, settings.memory_bytes), StoreView(settings, 8, models)
+        for number in range(3 * blocks):
+            for model in models:
+                arena.put(scattered_key_of(number)._replace(model=model), [bytes(8)])
+        names = [key.name for key in map(scattered_key_of, range(3 * blocks)) if view.contains(key.name)]
+        taken_s = []
+        for _ in range(rounds):
+            began_s = time.process_time()
+            for name in names:
+                view.contains(name)
+            taken_s.append(time.process_time() - began_s)
+        view.close()
+        arena.close()
+    return round(min(taken_s) / len(names) * 1e6, 1)
+
+
 def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -218,7 +244,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints two tables."""
+    """Prints three tables."""
     args = parser().parse_args(argv)
     rates = {size: measure_rates(args, size) for size in args.block_bytes}
     print("| block, KiB | way | in, GB/s | out, GB/s | in / memcpy | out / memcpy |\n|---|---|---|---|---|---|")
@@ -231,9 +257,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n| slots / distinct blocks | hits | of one LRU list | most hits |\n|---|---|---|---|")
     for one in hits:
         print(f"| {one['share']} | {one['hits']:.3f} | {one['plain_lru']:.3f} | {one['most_hits']:.3f} |")
+    look_ups = {ranks: measure_look_ups(ranks) for ranks in (1, 2, 4)}
+    print("\n| ranks | look-up of a block, us |\n|---|---|")
+    for ranks, found_us in look_ups.items():
+        print(f"| {ranks} | {found_us} |")
     if args.output is not None:
-        args.output.write_text(json.dumps({"remark": args.remark, "gib": args.gib, "rates": rates, "hits": hits},
-                                          indent=1) + "\n")
+        args.output.write_text(json.dumps({"remark": args.remark, "gib": args.gib, "rates": rates, "hits": hits,
+                                           "look_ups_us": look_ups}, indent=1) + "\n")
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_pd.checks import check_features, check_limits, check_model
+from vllm_pd.checks import check_features, check_limits, check_model, check_parallel
 from vllm_pd.errors import ConfigError
 from vllm_pd.fingerprint import pin_weights
 
@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 STABLE_HASHES = ("sha256", "sha256_cbor")  # equal in all processes, and no two prompts have the same
-ONE_RANK = "use 1: the store is not tried with blocks in several parts yet"
-STORE_LIMITS = {key: (1, ONE_RANK) for key in (
-    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
-    "decode_context_parallel_size", "nnodes")}
+STORE_LIMITS = {key: (1, "use 1: the store is tried with tensor-parallel ranks of one host only") for key in (
+    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
+    "nnodes")}
 STORE_FEATURES = {
     "speculative_config": "remove it: tokens that are guessed and rejected would be stored as computed",
     "lora_config": "remove it: adapters are known by their names only, so their KV can't be told apart",
@@ -51,6 +50,10 @@ def check_store(config: VllmConfig) -> None:
                     "enable_fault_tolerance": parallel.enable_fault_tolerance,
                     "weight_transfer_config": config.weight_transfer_config}, STORE_FEATURES)
     check_model(config)
+    check_parallel(config)
+    if parallel.tensor_parallel_size > 1 and config.scheduler_config.async_scheduling:
+        raise ConfigError("async_scheduling", True, "add --no-async-scheduling: after an error on one rank another "
+                          "would take part of its next step for that of the present one, and put what comes of it")
     pin_weights(config)
 
 

@@ -36,20 +36,20 @@ class Setting:
         self.memory = memory
         self._closing = closing
 
-    def worker(self) -> tuple[StoreWorker, list[np.ndarray]]:
+    def worker(self, model: bytes = MODEL) -> tuple[StoreWorker, list[np.ndarray]]:
         parts = [np.zeros((BLOCKS, BLOCK // 2), np.uint8) for _ in range(2)]
-        made = StoreWorker(self.settings, MODEL, parts, ["0", "1"])
+        made = StoreWorker(self.settings, model, parts, ["0", "1"])
         self._closing.callback(made.close)
         return made, parts
 
-    def view(self) -> StoreView:
-        made = StoreView(self.settings, BLOCK, MODEL)
+    def view(self, *models: bytes) -> StoreView:
+        made = StoreView(self.settings, BLOCK, models or [MODEL])
         self._closing.callback(made.close)
         return made
 
-    def only_in_files(self, *blocks: int) -> None:
+    def only_in_files(self, *blocks: int, model: bytes = MODEL) -> None:
         """Blocks full of their number."""
-        worker, parts = self.worker()
+        worker, parts = self.worker(model)
         for block in blocks:
             for part in parts:
                 part[block] = block
@@ -231,8 +231,8 @@ def test_b104_the_scheduler_makes_no_system_call(setting: Setting, monkeypatch: 
     setting.only_in_files(1)
     seen, hanging, here = setting.view(), threading.Event(), threading.get_ident()
     clock = [time.monotonic()]
-    monkeypatch.setattr(seen._files, "_clock", lambda: clock[0])
-    until(lambda: seen._files.listed_s == clock[0])
+    monkeypatch.setattr(seen._files[MODEL], "_clock", lambda: clock[0])
+    until(lambda: seen._files[MODEL].listed_s == clock[0])
 
     def hangs(*arguments, **keywords):
         assert threading.get_ident() != here
@@ -246,6 +246,24 @@ def test_b104_the_scheduler_makes_no_system_call(setting: Setting, monkeypatch: 
         assert seen.contains(named(1).name) and not seen.contains(named(2).name)
         clock[0] += view.STALE_S
         assert not seen.contains(named(1).name)
+
+
+def test_b104_a_block_is_there_if_each_rank_has_its_part(setting: Setting):
+    """B104: in memory or in a file, each for itself."""
+    models = [bytes([rank]) * 16 for rank in range(3)]
+    for model in models[:2]:
+        setting.only_in_files(1, 2, model=model)
+    for model, blocks in zip(models, ((2, 3, 4, 5), (3, 4), (1, 3, 5)), strict=True):
+        worker, _ = setting.worker(model)
+        worker.put([named(block) for block in blocks])
+        assert worker.store.flush(WAIT_S)
+    names = [named(block).name for block in range(1, 6)]
+    for ranks, there in (([0], (1, 2, 3, 4, 5)), ([1], (1, 2, 3, 4)), ([2], (1, 3, 5)), ([0, 1], (1, 2, 3, 4)),
+                         ([1, 2], (1, 3)), ([2, 0], (1, 3, 5)), ([0, 1, 2], (1, 3))):
+        seen = setting.view(*(models[rank] for rank in ranks))
+        assert [name[0] for name in names if seen.contains(name)] == list(there), ranks
+        assert not any(seen.contains(name[:8] + bytes(24)) for name in names), "these are in the same sets"
+        seen.close()
 
 
 @pytest.mark.parametrize("changed_s", [1, 1 << 32], ids=["long ago", "before the clock was set back"])

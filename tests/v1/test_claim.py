@@ -148,7 +148,8 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
         for name, extra in (("PDConnector", BROKER), ("PDStoreConnector", {}))]}}, {},
      "kv_connector='MultiConnector'.*by itself.*\"store\""),
     ({"extra": STORED}, {"enable_prefix_caching": False}, "enable_prefix_caching=False.*prefix hit"),
-    ({"extra": STORED}, {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, "tensor_parallel_size=2"),
+    ({"extra": STORED}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+     "pipeline_parallel_size=2.*tensor-parallel ranks of one host"),
     ({"extra": STORED}, {"enable_lora": True}, "lora_config=.*told apart"),
     ({"extra": STORED}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'.*other scales"),
     ({"extra": STORED}, {"prefix_caching_hash_algo": "xxhash"}, "prefix_caching_hash_algo='xxhash'.*sha256"),
@@ -311,6 +312,27 @@ def test_b80_b104_a_model_that_writes_its_blocks_anew():
     config = configure(transfer())
     config.diffusion_config = DiffusionConfig(canvas_length=32)
     with pytest.raises(ConfigError, match="diffusion_config=.*one token after the other"):
+        check_store(config)
+
+
+def test_b80_b104_the_store_takes_ranks_of_this_host():
+    """B80, B104: they meet in one arena."""
+    check_store(configure(transfer(extra=STORED), tensor_parallel_size=2, distributed_executor_backend="mp"))
+    config = configure(transfer(), tensor_parallel_size=2, distributed_executor_backend="mp")
+    config.parallel_config.distributed_executor_backend = "ray"
+    with pytest.raises(ConfigError, match="distributed_executor_backend='ray'.*this host"):
+        check_store(config)
+
+
+def test_b80_b104_the_store_takes_several_ranks_only_one_step_after_the_other():
+    """B80, B104: V1 switches the other off on the CPU, for now."""
+    for ranks in (1, 2):
+        config = configure(transfer(), tensor_parallel_size=ranks, distributed_executor_backend="mp")
+        check_store(config)
+        config.scheduler_config.async_scheduling = True
+        if ranks == 1:
+            check_store(config)
+    with pytest.raises(ConfigError, match="async_scheduling=True.*add --no-async-scheduling"):
         check_store(config)
 
 

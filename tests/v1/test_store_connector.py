@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention import attention, kv_transfer_utils
 from vllm.v1.kv_cache_interface import (
@@ -21,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from vllm.v1.worker.gpu import kv_connector as second_runner
 from vllm.v1.worker.gpu_worker import Worker
@@ -29,7 +31,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.store.blocks import BlockKey
-from vllm_pd.store.connector import PDStoreConnector, StoreStep
+from vllm_pd.store.connector import PDStoreConnector, StoreHandshake, StoreStep
 from vllm_pd.store.metrics import StoreFamilies
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.stats import StoreStats
@@ -67,7 +69,7 @@ def make(settings, model_folder, monkeypatch):
     monkeypatch.setattr("vllm_pd.store_checks.pin_weights", lambda config: None)
     made, reloads = [], []
 
-    def one(role: KVConnectorRole, spec: KVCacheSpec = FULL) -> PDStoreConnector:
+    def one(role: KVConnectorRole, spec: KVCacheSpec = FULL, rank: int = 0, ranks: int = 1) -> PDStoreConnector:
         config = VllmConfig(
             model_config=ModelConfig(model=str(model_folder), max_model_len=512, dtype="float32",
                                      skip_tokenizer_init=True), cache_config=CacheConfig(block_size=TOKENS),
@@ -75,6 +77,7 @@ def make(settings, model_folder, monkeypatch):
                 kv_connector="PDStoreConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
                 kv_connector_extra_config=settings))
         config.cache_config.num_gpu_blocks = BLOCKS
+        config.parallel_config.rank, config.parallel_config.world_size = rank, ranks
         if role is KVConnectorRole.WORKER:
             for name in WEIGHT_CALLS:
                 monkeypatch.setattr(Worker, name, lambda self, path, name=name: reloads.append((name, path)))
@@ -196,8 +199,7 @@ def test_b104_a_load_that_fails_is_not_tried_again(make, worker):
     compute(1, 1)
     scheduler = make(KVConnectorRole.SCHEDULER)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    request = SimpleNamespace(request_id="a", mm_features=[], prompt_embeds=None, sampling_params=None,
-                              num_preemptions=0, num_tokens=TOKENS + 1, block_hashes=[block_named(1)[0]])
+    request = request_named("a", 1)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
     scheduler.update_connector_output(SimpleNamespace(failed_recving={"a"}, finished_recving={"a"}))
@@ -257,6 +259,65 @@ def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker, name
     worker.bind_connector_metadata(StoreStep(3))
     worker._worker.begin_loads({"a": [NamedBlock(*block_named(1))]})
     assert not end_of_load(worker)
+
+
+def request_named(name: str = "a", *blocks: int) -> SimpleNamespace:
+    """One whose prompt has these blocks, and a token more."""
+    return SimpleNamespace(request_id=name, mm_features=[], prompt_embeds=None, sampling_params=None, num_preemptions=0,
+                           num_tokens=len(blocks) * TOKENS + 1, block_hashes=[block_named(one)[0] for one in blocks])
+
+
+def test_b104_a_block_is_a_hit_if_each_rank_has_put_its_part(make):
+    """B104: each loads its own and no other, and where one of them is gone by then, the load has failed."""
+    workers = [make(KVConnectorRole.WORKER, rank=rank, ranks=2) for rank in range(2)]
+    scheduler, request = make(KVConnectorRole.SCHEDULER, ranks=2), request_named("a", 1, 2)
+    scheduler.set_xfer_handshake_metadata_pp_aware(
+        {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(workers)})
+    scheduler.on_new_request(request)
+    both = [NamedBlock(*block_named(number)) for number in (1, 2)]
+    for rank, worker in enumerate(workers):
+        for part in worker._worker._parts:
+            part[:] = 10 + rank
+        worker._worker.put(both[rank:])
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    workers[1]._worker.put(both)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (2 * TOKENS, True)
+    gather, ended = KVOutputAggregator(2), []
+    for gone in (False, True):
+        if gone:
+            shown = workers[1].get_handshake_metadata()
+            with workers[1]._worker.store.arena.hold(BlockKey(shown.model, both[0].name), shown.slot_bytes) as held:
+                held.bytes[7] ^= 1
+        for worker in workers:
+            for part in worker._worker._parts:
+                part[:] = 0
+            worker.bind_connector_metadata(StoreStep(1))
+            worker._worker.begin_loads({"a": both})
+        deadline_s = time.monotonic() + 30
+        while len(ended) <= gone:
+            assert time.monotonic() < deadline_s
+            outputs = [ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(**{
+                "finished_recving": results.finished_recving, "failed_recving": results.failed_recving}))
+                for results in (worker.get_transfer_results(set()) for worker in workers)]
+            found = gather.aggregate(outputs).kv_connector_output
+            ended += [found.failed_recving] if found.finished_recving else []
+        if not gone:
+            for rank, worker in enumerate(workers):
+                assert all((part[1:3] == 10 + rank).all() for part in worker._worker._parts)
+    assert ended == [set(), {"a"}]
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 0], [0, 1, 2]], ids=str)
+def test_b104_a_rank_that_has_not_said_which_blocks_are_its_own(make, ranks):
+    """B104: or a block would be a hit that is not whole, or be another rank's."""
+    scheduler, worker = make(KVConnectorRole.SCHEDULER, ranks=2), make(KVConnectorRole.WORKER)
+    theirs = worker.get_handshake_metadata()
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2.*each rank must have its part"):
+        scheduler.set_xfer_handshake_metadata({number: replace(theirs, model=bytes([rank]) * 16)
+                                               for number, rank in enumerate(ranks)})
+    with pytest.raises(ConfigError, match="all of one size"):
+        scheduler.set_xfer_handshake_metadata({rank: StoreHandshake(bytes([rank]) * 16, 4096 + rank)
+                                               for rank in range(2)})
 
 
 def test_a_child_of_another_connector_is_refused(make, monkeypatch):

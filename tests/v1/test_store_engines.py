@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines that share a store: PDStoreConnector, with the tiny model. What one computed the others load."""
+"""Real V1 engines that share a store: PDStoreConnector, with the tiny model. What one computed the others load. Also
+engines of two ranks, with PDStoreConnector and with PDConnector.
+"""
+import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.v1.real_engines import RealEngine
+from tests.fakes.brokers import BrokerProcess
+from tests.v1.real_engines import RealEngine, kill
+from tests.waiting import wait_for
 from vllm_pd.store.arena import BlockArena
 
 BLOCK = 32
@@ -39,10 +46,10 @@ def pair(settings, logs):
         engine.stop()
 
 
-def arena_of(folder: Path) -> BlockArena:
+def arena_of(folder: Path, memory_gib: float = MEMORY_GIB) -> BlockArena:
     """The arena that the engines have made."""
     path, = folder.iterdir()
-    return BlockArena(folder, int(path.name.removeprefix("arena-")), int(MEMORY_GIB * 2**30))
+    return BlockArena(folder, int(path.name.removeprefix("arena-")), int(memory_gib * 2**30))
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -114,3 +121,50 @@ def test_b104_an_engine_is_killed_while_it_works(mono, pair, settings, logs):
         assert answers == right and cached == [whole_blocks(700)] * 4
     finally:
         again.stop()
+
+
+@pytest.fixture(params=["alone", pytest.param("with peers", marks=pytest.mark.heavy)])
+def two_ranks(request, settings, logs):
+    """(what starts one life after the other of an engine of two ranks, the folder of its store)"""
+    memory, lives = Path(tempfile.mkdtemp(prefix="vllm-pd-test-", dir="/dev/shm")), []
+    store = {"folder": str(memory), "memory_gib": 2 * MEMORY_GIB}
+    broker = BrokerProcess() if request.param == "with peers" else None
+
+    def start() -> RealEngine:
+        log = logs / f"{request.node.name}{len(lives)}.log"
+        lives.append(RealEngine(None, log, tensor_parallel_size=2, kv_transfer_config={
+            **settings, "kv_connector_extra_config": store}) if broker is None else
+            RealEngine("kv_both", log, broker.url, {"store": store}, tensor_parallel_size=2))
+        return lives[-1].ready()
+
+    yield start, memory
+    for engine in lives:
+        engine.stop()
+    if broker is not None:
+        broker.stop()
+    shutil.rmtree(memory)
+
+
+def test_b104_two_ranks_load_what_those_of_an_earlier_life_have_put(mono, two_ranks):
+    """B104: as one stock engine answers. One rank is ended by SIGKILL while it computes and puts, and with it the
+    engine: what it had put is right, and what is not whole on both ranks is computed."""
+    prompts = [prompt(51, 100), prompt(52, 64), prompt(53, 65), prompt(54, 600), prompt(55, 20)]
+    more = [prompt(60 + number, 700) for number in range(4)]
+    right, right_more = mono.generate(prompts), mono.generate(more)
+    start, memory = two_ranks
+    first = start()
+    assert ask(first, *prompts) == (right, [0] * 5)
+    processes, arena = first.processes(), arena_of(memory, 2 * MEMORY_GIB)
+    _, rank = (one for one in processes if one.parent() in processes
+               and str(arena.path) in Path(f"/proc/{one.pid}/maps").read_text(encoding="utf-8"))
+    before = arena.blocks()
+    first.ask(more, 8)
+    wait_for(lambda: arena.blocks() > before, "nothing is put")
+    os.kill(rank.pid, signal.SIGKILL)
+    kill(psutil.wait_procs(processes, 60)[1])
+    arena.close()
+    second = start()
+    assert ask(second, *prompts) == (right, [whole_blocks(len(one)) for one in prompts])
+    assert ask(second, *more)[0] == right_more
+    second.stop()
+    assert ask(start(), *more) == (right_more, [whole_blocks(700)] * 4)

@@ -5,8 +5,11 @@ The store is a dictionary, and a load ends when the test says so. Its blocks are
 worker's thread may, so a block that was given to somebody else meanwhile shows as a wrong read.
 """
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
@@ -23,47 +26,92 @@ from vllm_pd.store.handover import HandoverWithStore
 from vllm_pd.transfer.requests import Read
 
 
+class RankMemory:
+    """The slots of an engine with several ranks: each has its part of what is written there, as the same content."""
+
+    def __init__(self, ranks):
+        self.parts = [{} for _ in range(ranks)]
+
+    def __setitem__(self, slot, content):
+        for part in self.parts:
+            part[slot] = content
+
+    def get(self, slot):
+        """What all ranks have there; a list where they differ, which is nothing that anybody may read."""
+        contents = [part.get(slot) for part in self.parts]
+        return contents[0] if len(set(contents)) == 1 else contents
+
+
 class StoredEngine(Engine):
-    """An engine with the store `stored`: contents of the slots of a block, by its name."""
+    """An engine with the store `stored`: contents of the slots of a block, by rank and name."""
 
     CONNECTOR, MODULE = "PDConnectorWithStore", "vllm_pd.store.with_peers"
     EXTRA = {"store": {}}
-    stored: dict[bytes, list[int]] = {}
+    ranks = 1
+    stored: dict[tuple[int, bytes], list[int]] = {}
 
     def make_binding(self, *arguments):
-        self.open_loads: dict[str, list[tuple[bytes, int]]] = {}
+        self.open_loads: dict[str, list[tuple[bytes, int]]] = {}  # that have not ended on all ranks
+        self.open_ranks: dict[str, list[int]] = {}
         self.loads: list[str] = []  # requests that were loaded for
         self.puts: list[int] = []  # blocks that were put with each step
-        self.ended_loads: dict[str, bool] = {}
+        self.ended_loads: dict[tuple[str, int], bool] = {}  # by request and rank
         self.holds_loads = False  # else a load ends with the step that begins it
+        self.gather = KVOutputAggregator(self.ranks)
+        return self.bind(*arguments)
+
+    def bind(self, *arguments):
         paired = self.scheduler.connector
-        paired.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): with_peers.PairedHandshake(None, connector.StoreHandshake(b"model", 1))})
+        paired._store._config.parallel_config.world_size = self.ranks
+        paired.set_xfer_handshake_metadata_pp_aware({
+            (0, rank): with_peers.PairedHandshake(None, connector.StoreHandshake(b"model %d" % rank, 1))
+            for rank in range(self.ranks)})
         return HandoverWithStore(paired._store, *arguments)
 
+    def step_of(self, output):
+        """What the workers are to do for the store."""
+        return output.kv_connector_metadata.store
+
+    def report(self, ended, failed):
+        """What one rank reports."""
+        return KVConnectorOutput(kv_connector_worker_meta=with_peers.LoadReport(Counter(ended), failed))
+
     def run_workers(self, output, work):
-        result, step = self.execute(work), output.kv_connector_metadata.store
+        if not isinstance(self.slots, RankMemory):
+            self.slots = RankMemory(self.ranks)
+        result, step = self.execute(work), self.step_of(output)
         self.puts.append(len(step.puts))
         for name, block_id in step.puts:
-            self.stored[name] = [self.slots.get((block_id, offset)) for offset in range(BLOCK_SIZE)]
+            for rank, part in enumerate(self.slots.parts):
+                self.stored[rank, name] = [part.get((block_id, offset)) for offset in range(BLOCK_SIZE)]
         assert not step.loads.keys() & self.open_loads.keys(), "an id is loaded for twice at a time"
         self.open_loads.update(step.loads)
+        self.open_ranks.update((one, list(range(self.ranks))) for one in step.loads)
         self.loads += step.loads
         for request_id in [] if self.holds_loads else list(self.open_loads):
             self.end_load(request_id)
-        ended, self.ended_loads = self.ended_loads, {}
-        if ended:
-            result.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=with_peers.LoadReport(
-                set(ended), {one for one, ok in ended.items() if not ok}))
-        return result
+        results = [result, *(replace(result) for _ in range(1, self.ranks))]
+        for rank, one in enumerate(results):
+            ended = {name: ok for (name, by), ok in self.ended_loads.items() if by == rank}
+            one.kv_connector_output = self.report(set(ended), {name for name, ok in ended.items() if not ok}) if (
+                ended) else None
+        self.ended_loads = {}
+        return self.gather.aggregate(results)
 
-    def end_load(self, request_id, ok=True):
-        """All blocks are copied, or some are missing; it is reported with the next step."""
-        for number, (name, block_id) in enumerate(self.open_loads.pop(request_id)):
-            for offset in range(BLOCK_SIZE):
-                found = self.stored.get(name, [None] * BLOCK_SIZE)[offset]
-                self.slots[block_id, offset] = found if ok or number else -1
-        self.ended_loads[request_id] = ok
+    def end_load(self, request_id, ok=True, rank=None):
+        """All blocks are copied, or some are missing; it is reported with the next step. Of all ranks where it has not
+        ended, and then only the last one fails, or of one."""
+        blocks, ranks = self.open_loads[request_id], self.open_ranks[request_id]
+        for one in list(ranks) if rank is None else [rank]:
+            ranks.remove(one)
+            right = ok or (rank is None and bool(ranks))
+            for number, (name, block_id) in enumerate(blocks):
+                for offset in range(BLOCK_SIZE):
+                    found = self.stored.get((one, name), [None] * BLOCK_SIZE)[offset]
+                    self.slots.parts[one][block_id, offset] = found if right or number else -1
+            self.ended_loads[request_id, one] = right
+        if not ranks:
+            del self.open_loads[request_id]
 
     def end(self):
         self.holds_loads = False
@@ -71,30 +119,31 @@ class StoredEngine(Engine):
         self.check_answers()
         self.check_at_rest()
         binding = self.binding
-        assert not (binding._loads or binding._offers or binding._loaded or binding._ended or len(binding._load_fence))
+        assert not (binding._loads or binding._offers or binding._loaded or len(binding._load_fence))
         assert not any(self.scheduler.connector._store.debug_state().values())
 
 
 class FakeView:
     asked = 0  # by all engines of a test
 
-    def __init__(self, settings, slot_bytes, model):
-        self.stored = StoredEngine.stored
+    def __init__(self, settings, slot_bytes, models):
+        self.ranks = [int(model.removeprefix(b"model ")) for model in models]
 
     def contains(self, name):
         FakeView.asked += 1
-        return name in self.stored
+        return all((rank, name) in StoredEngine.stored for rank in self.ranks)
 
     def close(self):
         """Nothing."""
 
 
-@pytest.fixture
-def make(model_folder, in_flight, monkeypatch):
+@pytest.fixture(params=[1, 2], ids=["one rank", "two ranks"])
+def make(model_folder, in_flight, monkeypatch, request):
     """Makes engines with one store."""
     monkeypatch.setattr(connector, "StoreView", FakeView)
     monkeypatch.setattr(connector, "check_store", lambda config: None)  # the store is refused with stages, for now
     monkeypatch.setattr(StoredEngine, "stored", {})
+    monkeypatch.setattr(StoredEngine, "ranks", request.param)
     monkeypatch.setattr(FakeView, "asked", 0)
     return lambda **settings: StoredEngine(model_folder, in_flight, **settings)
 
@@ -104,7 +153,8 @@ def put(tokens: list[int], blocks: int | None = None) -> None:
     names = [bytes(name) for name in get_request_block_hasher(BLOCK_SIZE, sha256)(FakeRequest(tokens))]
     found = contents(tokens)
     for number, name in enumerate(names[:blocks]):
-        StoredEngine.stored[name] = found[number * BLOCK_SIZE:(number + 1) * BLOCK_SIZE]
+        for rank in range(StoredEngine.ranks):
+            StoredEngine.stored[rank, name] = found[number * BLOCK_SIZE:(number + 1) * BLOCK_SIZE]
 
 
 class FakeRequest:
@@ -119,7 +169,8 @@ def check_stored(*texts: list[int]) -> None:
     for tokens in texts:
         found = contents(tokens)
         for number, name in enumerate(get_request_block_hasher(BLOCK_SIZE, sha256)(FakeRequest(tokens))):
-            names[bytes(name)] = found[number * BLOCK_SIZE:(number + 1) * BLOCK_SIZE]
+            for rank in range(StoredEngine.ranks):
+                names[rank, bytes(name)] = found[number * BLOCK_SIZE:(number + 1) * BLOCK_SIZE]
     assert names.items() <= StoredEngine.stored.items()
 
 
@@ -619,7 +670,8 @@ def test_b104_any_order(make, seed):
             attempt = rng.choice(sorted(jobs, key=str))
             engine.tell(Cancelled(attempt))
         elif draw < 0.6 and engine.open_loads:
-            engine.end_load(rng.choice(sorted(engine.open_loads)), rng.random() < 0.8)
+            name = rng.choice(sorted(engine.open_loads))
+            engine.end_load(name, rng.random() < 0.8, rng.choice(engine.open_ranks[name]))
         elif draw < 0.7:
             for attempt in [one for one in engine.protocol.jobs if one not in engine.released]:
                 engine.prefilled(attempt.request_id)
@@ -652,5 +704,5 @@ def test_b104_any_order(make, seed):
         found = contents(whole)
         for number, one in enumerate(get_request_block_hasher(BLOCK_SIZE, sha256)(FakeRequest(whole))):
             right[bytes(one)] = found[number * BLOCK_SIZE:(number + 1) * BLOCK_SIZE]
-    wrong = [name in right for name, found in StoredEngine.stored.items() if right.get(name) != found]
+    wrong = [name in right for (_, name), found in StoredEngine.stored.items() if right.get(name) != found]
     assert not wrong, "a block is in the store that is not what its name says"

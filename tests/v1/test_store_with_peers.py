@@ -5,16 +5,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter as MetricCounter
+from prometheus_client import Gauge, Histogram
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention import attention
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -121,8 +125,8 @@ def test_b104_b95_ends_of_loads_are_not_in_the_sets_of_v1(worker):
         assert not found.invalid_block_ids
         report = found.kv_connector_worker_meta
         if report is not None:
-            assert not ended & report.ended, "reported twice"
-            ended, failed = ended | report.ended, failed | report.failed
+            assert not ended & report.ended.keys() and set(report.ended.values()) == {1}, "reported twice"
+            ended, failed = ended | report.ended.keys(), failed | report.failed
         found, number = run(worker, number), number + 1
     assert failed == {"wrong"} and found.kv_connector_worker_meta is None
 
@@ -156,6 +160,16 @@ def test_b104_b25_the_load_of_a_request_that_is_gone_stops(worker, monkeypatch):
     assert not found.kv_connector_worker_meta.failed, "one that begins with this step is of another request"
 
 
+def test_b104_the_reports_of_several_ranks_with_one_step_are_added():
+    """B104: by vLLM's own aggregator, in the form that it has for a connector. One rank's failure is that of all."""
+    reports = [with_peers.LoadReport(Counter(ended), failed) for ended, failed in
+               (("ab", {"a"}), ("bc", set()), ("b", {"b"}))]
+    outputs = [ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=one))
+               for one in (reports[0], None, *reports[1:])]
+    found = KVOutputAggregator(4).aggregate(outputs).kv_connector_output.kv_connector_worker_meta
+    assert found == with_peers.LoadReport(Counter(a=1, b=3, c=1), {"a", "b"})
+
+
 def test_the_handshake_has_both(worker):
     theirs = worker.get_handshake_metadata()
     assert theirs.rank == RANK and theirs.store == worker._store.get_handshake_metadata()
@@ -166,7 +180,7 @@ def test_the_figures_of_both_reach_the_metrics(worker):
     stored = run(worker, 1, [1]).kv_connector_stats
     scheduler = with_peers.HandoverStats({"calls": [["attempt", "done"]]})
     config = SimpleNamespace(model_config=SimpleNamespace(served_model_name="both"), kv_transfer_config=None)
-    types = {kind: kind for kind in (Gauge, Counter, Histogram)}
+    types = {kind: kind for kind in (Gauge, MetricCounter, Histogram)}
     front = with_peers.PDConnectorWithStore
     shown = front.build_prom_metrics(config, types, ["model_name", "engine"], {5: ["both", "5"]})
     sent = front.build_kv_connector_stats(stored.aggregate(scheduler).to_dict())

@@ -178,9 +178,14 @@ class BlockArena:
 
     def contains(self, key: BlockKey) -> bool:
         """Whether the block seems to be there. Takes no lease: it may be gone at once."""
-        hints = self._scan(ScanSet(self.shape.geometry.candidates(key), key))
-        return any((header := self.record(hint.slot).header) is not None and header.key == key
-                   for hint in hints if hint.matches)
+        return key.model in self.models_of(key.name)
+
+    def models_of(self, name: bytes) -> set[bytes]:
+        """Of which models there seem to be blocks with this name: they are all in one set. As `contains`."""
+        slots = self.shape.geometry.candidates(BlockKey(b"", name))
+        begin_so = np.flatnonzero(self._headers["name"][slots.start:slots.stop] == _WORD.unpack_from(name)[0])
+        headers = [self.record(slots[index]).header for index in begin_so]
+        return {header.key.model for header in headers if header is not None and header.key.name == name}
 
     def blocks(self) -> int:
         """How many slots hold a block at present. Reads all headers."""

@@ -48,7 +48,7 @@ LATE_BYTES = 64 << 20  # put with one step of what earlier steps did not compute
 
 @dataclass(frozen=True)
 class StoreHandshake(KVConnectorHandshakeMetadata):
-    """What the worker tells EngineCore: by which name its blocks are stored, and their size."""
+    """What a rank tells EngineCore: by which name its parts of blocks are stored, and their size."""
     model: bytes
     slot_bytes: int
 
@@ -81,15 +81,21 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, list[NamedBlock]] = {}
         self._steps = 0
+        self.ranks = 1  # of the engine
         self.owner: KVConnectorBase_V1 = self  # the connector that V1 knows
 
     # The scheduler role.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """The worker's cache is known: open the store."""
-        theirs = metadata[0]
-        self._view = StoreView(self._settings, theirs.slot_bytes, theirs.model)
-        self._plan = StorePlan(self._block_size, self._view.contains, max(1, LATE_BYTES // theirs.slot_bytes))
+        """The caches of all ranks are known: open the store."""
+        self.ranks = self._config.parallel_config.world_size
+        models = {theirs.model for theirs in metadata.values()}
+        sizes = {theirs.slot_bytes for theirs in metadata.values()}
+        if len(models) != self.ranks or len(sizes) > 1:
+            raise ConfigError("tensor_parallel_size", self.ranks, "each rank must have its part of a block, all of one "
+                              f"size: there are {len(models)}, of {sorted(sizes)} bytes")
+        self._view = StoreView(self._settings, *sizes, models)
+        self._plan = StorePlan(self._block_size, self._view.contains, max(1, LATE_BYTES // min(sizes)))
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """It knows the blocks of each request."""
@@ -159,7 +165,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the worker reported: a load that failed is not tried again."""
+        """What the workers reported, when the last of them did: a load that failed on any rank is not tried again."""
         if self._plan is not None:
             for request_id in connector_output.failed_recving or ():
                 self._plan.failed(request_id)
@@ -193,7 +199,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         description = describe_views(list(views.values()), num_blocks=self._config.cache_config.num_gpu_blocks,
                                      block_size=self._block_size)
         ours = fingerprint(self._config, description, engine_name(self._config, views))
-        model = model_of(ours, 0, vllm.__version__)
+        model = model_of(ours, self._config.parallel_config.rank, vllm.__version__)
         self._worker = StoreWorker(self._settings, model, block_parts(list(views.values())), list(views))
         self._handshake = StoreHandshake(model, self._worker.slot_bytes)
         stop_before_reload(self._worker)

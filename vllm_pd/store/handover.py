@@ -2,19 +2,20 @@
 """The binding of a V1 engine that has peers and the store: what is in the store becomes a prefix hit first.
 
 Life of a load: a request, of a client or a peer's job, is looked up in the prefix cache. The store has blocks that
-follow (`match`); the request gets blocks of the cache for these and waits (`allocated`). The worker loads them and
-reports the end with a step (`loads_ended`). When that step's output has been processed, the blocks that have come are
-hashed, and the request is looked up anew, with them as its prefix hit: by that it is decided who computes the rest, a
-peer is granted what follows, and may read it. After a load that failed it is looked up anew without. Either way a
-request is loaded for once.
+follow (`match`); the request gets blocks of the cache for these and waits (`allocated`). Each rank loads its part of
+them and reports the end with a step (`loads_ended`). When all have reported, and the last one's step has been
+processed, the blocks that have come are hashed, and the request is looked up anew, with them as its prefix hit: by that
+it is decided who computes the rest, a peer is granted what follows, and may read it. After a load that failed on any
+rank it is looked up anew without. Either way a request is loaded for once.
 
-The blocks of a load have a reference of ours until it has ended, for a request that is aborted is gone at once, and the
-worker's thread may still copy. V1 makes steps meanwhile, though there may be nothing to compute.
+The blocks of a load have a reference of ours until all ranks have reported, for a request that is aborted is gone at
+once, and a worker's thread may still copy. V1 makes steps meanwhile, though there may be nothing to compute.
 """
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.core.sched.interface import PauseState
@@ -46,10 +47,14 @@ class OfferedLoad(NamedTuple):
     until_s: float
 
 
-class OpenLoad(NamedTuple):
-    """A load under way. `first`: the name of its first block."""
+@dataclass
+class OpenLoad:
+    """A load under way. `first`: the name of its first block. `open_ranks`: on how many it has not ended. `is_right`:
+    whether it has not failed on any."""
     request: Request
     first: bytes
+    open_ranks: int
+    is_right: bool = True
 
 
 class HandoverWithStore(EngineHandover):
@@ -61,7 +66,6 @@ class HandoverWithStore(EngineHandover):
         self._load_fence = BlockFence(self._scheduler.kv_cache_manager.block_pool)
         self._offers: dict[str, OfferedLoad] = {}
         self._loads: dict[str, OpenLoad] = {}  # by request id, also where the request is gone
-        self._ended: dict[str, bool] = {}  # of these, whether all blocks have come
         self._loaded: set[str] = set()  # requests that were loaded for, or are
         self._lookups = PrefixLookups()  # before loads
 
@@ -94,7 +98,7 @@ class HandoverWithStore(EngineHandover):
             return
         block_ids, first = blocks.get_block_ids()[0], offer.cached_tokens // self._scheduler.block_size
         self._load_fence.hold(_load_key(request.request_id), block_ids)
-        self._loads[request.request_id] = OpenLoad(request, request.block_hashes[first])
+        self._loads[request.request_id] = OpenLoad(request, request.block_hashes[first], self._store.ranks)
         self._loaded.add(request.request_id)
         self._lookups += PrefixLookups(1, request.num_tokens, offer.cached_tokens,
                                        request.num_tokens - offer.cached_tokens, remote_tokens)
@@ -106,9 +110,12 @@ class HandoverWithStore(EngineHandover):
         self._loaded.discard(request.request_id)
         return super().finished(request, block_ids)
 
-    def loads_ended(self, ended: Collection[str], failed: Collection[str]) -> None:
-        """The worker has reported these ids. They are applied when the step's output has been processed."""
-        self._ended.update((request_id, request_id not in failed) for request_id in ended)
+    def loads_ended(self, ended: Mapping[str, int], failed: Collection[str]) -> None:
+        """So many ranks have reported these ids. They are applied when the step's output has been processed."""
+        for request_id in ended.keys() & self._loads.keys():
+            load = self._loads[request_id]
+            load.open_ranks -= ended[request_id]
+            load.is_right = load.is_right and request_id not in failed
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
         """This step was scheduled. No load ends without steps."""
@@ -118,10 +125,11 @@ class HandoverWithStore(EngineHandover):
     def after_update(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """The output of a step was processed."""
         super().after_update(outputs)
-        ended, self._ended = self._ended, {}
-        for request_id in [one for one in reversed(self._loads) if one in ended]:  # each goes to the front
-            request = self._loads.pop(request_id).request
-            if not (ended[request_id] and self._store.is_used):
+        ended = [one for one, load in self._loads.items() if not load.open_ranks]
+        for request_id in reversed(ended):  # each goes to the front
+            load = self._loads.pop(request_id)
+            request = load.request
+            if not (load.is_right and self._store.is_used):
                 self._store.load_failed(request)
                 self._scheduler.fail_parked(request)
             elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:

@@ -11,12 +11,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_pd.store.arena import BlockArena
-from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.files import BLOCK_FORM, SET_FORM, FileTier, named_entries
 from vllm_pd.store_settings import StoreSettings
 
@@ -28,27 +27,30 @@ SETTLED_NS = 10**9  # a folder that was changed this close to when it was listed
 
 
 class StoreView:
-    """The blocks of one model in the store. Owns a map of the arena and, with a file tier, a thread."""
+    """The blocks of one engine's model in the store. Owns a map of the arena and, with a file tier, a thread for each
+    rank."""
 
-    def __init__(self, settings: StoreSettings, slot_bytes: int, model: bytes) -> None:
-        """Raises ConfigError where the arena or the folder can't be used."""
-        self._model = model
-        self._files = None
+    def __init__(self, settings: StoreSettings, slot_bytes: int, models: Collection[bytes]) -> None:
+        """`models`: those of the engine's ranks, each of which has its part of a block. Raises ConfigError where the
+        arena or the folder can't be used."""
+        self._models = frozenset(models)
+        self._files: dict[bytes, FileNames] = {}
         if settings.file_folder is not None:
             tier = FileTier(settings.file_folder, settings.file_bytes, slot_bytes)
-            self._files = FileNames(tier.folder / model.hex())
+            self._files = {model: FileNames(tier.folder / model.hex()) for model in models}
         self._arena = BlockArena(settings.folder, slot_bytes, settings.memory_bytes)
-        if self._files is not None:
-            self._files.start()
+        for files in self._files.values():
+            files.start()
 
     def contains(self, name: bytes) -> bool:
-        """Whether the block with this name seems to be there. It may be gone at once."""
-        return self._arena.contains(BlockKey(self._model, name)) or (self._files is not None and name in self._files)
+        """Whether each rank's part of the block with this name seems to be there. Any may be gone at once."""
+        missing = self._models - self._arena.models_of(name)
+        return all(name in self._files.get(model, ()) for model in missing)
 
     def close(self) -> None:
-        """End the thread, unless the disk holds it, and give the map back. Idempotent."""
-        if self._files is not None:
-            self._files.close()
+        """End the threads, unless the disk holds them, and give the map back. Idempotent."""
+        for files in self._files.values():
+            files.close()
         self._arena.close()
 
 

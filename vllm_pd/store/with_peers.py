@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +65,14 @@ class PairedStep(StepMetadata):
 
 @dataclass
 class LoadReport(KVConnectorWorkerMetadata):
-    """Ids of requests: those whose loads have ended, and those of them that failed."""
-    ended: set[str]
+    """By request: on how many ranks its load has ended, of those that report with one step. And those of them whose
+    load failed on any."""
+    ended: Counter[str]
     failed: set[str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
-        """There is one rank."""
-        raise NotImplementedError
+        """This one and another rank's."""
+        return LoadReport(self.ended + other.ended, self.failed | other.failed)
 
 
 class PairedPromMetrics(HandoverPromMetrics):
@@ -114,9 +116,9 @@ class PDConnectorWithStore(PDConnector):
     # The scheduler role.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], PairedHandshake]) -> None:
-        """What the rank said of itself."""
+        """What each rank said of itself."""
         super().set_xfer_handshake_metadata_pp_aware({rank: theirs.rank for rank, theirs in metadata.items()})
-        self._store.set_xfer_handshake_metadata({0: metadata[0, 0].store})
+        self._store.set_xfer_handshake_metadata({rank: theirs.store for (_, rank), theirs in metadata.items()})
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """It knows the blocks of each request."""
@@ -137,7 +139,7 @@ class PDConnectorWithStore(PDConnector):
                           self._store.build_connector_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the worker reported."""
+        """What the workers reported."""
         report = connector_output.kv_connector_worker_meta
         if report is not None:
             self.binding.loads_ended(report.ended, report.failed)
@@ -184,7 +186,8 @@ class PDConnectorWithStore(PDConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The step has ended, perhaps with an exception. Nothing is reported here."""
         loads = self._store.get_transfer_results(finished_req_ids)
-        self._report = LoadReport(loads.finished_recving, loads.failed_recving) if loads.finished_recving else None
+        self._report = (LoadReport(Counter(loads.finished_recving), loads.failed_recving) if loads.finished_recving
+                        else None)
         return super().get_transfer_results(finished_req_ids)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
