@@ -272,7 +272,8 @@ class Subscriber:
                 connect = None
                 if notice.replay is not None:
                     connect = lambda: _client(context, notice.replay)
-                follower = replay = ReplayFollower(connect, self, self.counters, now, self.unread)
+                follower = replay = ReplayFollower(connect, self, self.counters, now, self.unread,
+                                                   found=self._configured is None)
             for address in notice.loads:
                 socket = _client(context, address, self._keys)
                 opened.append(socket)
