@@ -79,10 +79,11 @@ def check_parallel(config: VllmConfig) -> None:
         raise ConfigError("tensor_parallel_size", ranks, f"choose one that divides the model's {kv_heads} KV heads")
 
 
-def check_executor(config: VllmConfig) -> None:
+def check_executor(config: VllmConfig, prefills: bool) -> None:
     """Each rank's process, also that of a single rank, must be EngineCore's or a child of it: they meet at a socket of
-    this host, and each must be the process that the other expects. V0's single rank is in the engine's process. And the
-    engines of a server must stay the same."""
+    this host, and each must be the process that the other expects. V0's single rank is in the engine's process. The
+    engines of a server must stay the same. And where the ranks of a model with experts step together, one must be able
+    to wake the others for a peer's job (`prefills`)."""
     backend = config.parallel_config.distributed_executor_backend
     if backend not in ("mp", "uni"):
         raise ConfigError("distributed_executor_backend", backend, 'write "mp", also with --data-parallel-backend ray: '
@@ -90,6 +91,11 @@ def check_executor(config: VllmConfig) -> None:
     if config.parallel_config.enable_elastic_ep:
         raise ConfigError("enable_elastic_ep", True, "remove it: the server drains and asks the engines that it had at "
                           "its start, and one that is gone never answers")
+    parallel = config.parallel_config
+    if prefills and parallel.data_parallel_size > 1 and parallel.data_parallel_rank_local is not None:
+        raise ConfigError("VLLM_DP_SIZE", parallel.data_parallel_size, "serve the group with vllm serve "
+                          "--data-parallel-size, or write kv_consumer: ranks without a server have no coordinator, so "
+                          "one that has a peer's job would wait for the others for good")
 
 
 def check_stages(config: VllmConfig) -> None:

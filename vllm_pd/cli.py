@@ -8,6 +8,7 @@ by itself, so that the broker starts without an HTTP client and `--help` without
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -103,8 +104,7 @@ def doctor(access: Access,
     """Check the installation, NIXL, ports and engines, and say how to repair each fault."""
     from vllm_pd.admin.doctor import examine
     findings = examine(broker, port or ([] if broker else [5700, 8000]), access)
-    for finding in findings:
-        typer.echo(str(finding))
+    _show(line for finding in findings for line in finding.lines)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
 
@@ -129,7 +129,7 @@ def drain(engine: Engine, broker: OfBroker, access: Access,
     from vllm_pd.admin.orders import Operator, describe, find_engine, is_drained
     with Operator(find_engine(engine, broker, access), access) as operator:
         reply = operator.drain(timeout_s)
-    typer.echo("\n".join(describe(reply)))
+    _show(describe(reply))
     raise typer.Exit(0 if is_drained(reply) else 1)
 
 
@@ -145,7 +145,7 @@ def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_p
     if role not in KV_ROLES:
         raise ConfigError("ROLE", role, f"write one of {', '.join(KV_ROLES)}")
     with Operator(find_engine(engine, broker, access), access) as operator:
-        typer.echo("\n".join(describe(operator.tell(SetRole(KV_ROLES[role])))))
+        _show(describe(operator.tell(SetRole(KV_ROLES[role]))))
 
 
 @app.command()
@@ -156,10 +156,23 @@ def status(broker: OfBroker, access: Access, engine: MaybeEngine = None) -> None
     from vllm_pd.admin.orders import Operator, describe, find_engine, introduce
     from vllm_pd.core.messages import Status
     if engine is None:
-        typer.echo("\n".join(map(introduce, list_members(broker, access=access).members)) or "no engine is registered")
+        _show([*map(introduce, list_members(broker, access=access).members)] or ["no engine is registered"])
         return
     with Operator(find_engine(engine, broker, access), access) as operator:
-        typer.echo("\n".join(describe(operator.tell(Status()))))
+        _show(describe(operator.tell(Status())))
+
+
+def _printable(text: str) -> str:
+    """The text on one line, with escapes in place of what can't be printed. Engines and brokers send addresses, names,
+    reasons as they like: none may move the operator's cursor, add a line, or change the direction of text."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
+                   for char in text)
+
+
+def _show(lines: Iterable[str]) -> None:
+    """Print lines that may contain what engines and brokers have sent."""
+    for line in lines:
+        typer.echo(_printable(line))
 
 
 def main() -> None:
@@ -167,7 +180,7 @@ def main() -> None:
     try:
         app(prog_name="vllm-pd")
     except PDError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_printable(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -28,6 +28,7 @@ from vllm_pd.transfer.choice import TransportChoice, TransportKind
 
 AUTO = "auto"  # of max_local_prefill_tokens
 START_LOCAL_PREFILL_TOKENS = 1000  # what `auto` does as long as nothing is measured
+MAX_WHOLE = 2**62 - 1  # of a whole number: more is no `vllm_pd.core.messages.Count`, so no engine could send it
 KV_ROLES = {role.value: role for role in Role}
 
 
@@ -282,6 +283,8 @@ def _checked_number(key: dataclasses.Field, value: Any, name: str) -> Any:
         raise ConfigError(name, value, f"it must be {wanted}, without quotes, {like}")
     if not rule.allows(value):
         raise ConfigError(name, value, f"it must be {rule.range_text()}, {like}")
+    if whole and value > MAX_WHOLE:
+        raise ConfigError(name, value, f"it must be at most {MAX_WHOLE}, {like}")
     return int(value) if whole else float(value)
 
 

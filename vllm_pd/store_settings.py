@@ -4,7 +4,6 @@ PDStoreConnector.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +50,7 @@ class StoreSettings:
 
 
 def _check_size(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
         raise ConfigError(key, value, "it must be a number, without quotes, like 4")
     if not 0 < value <= 2**20:
         raise ConfigError(key, value, "it must be above 0 and at most 1048576, like 4")

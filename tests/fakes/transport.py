@@ -136,6 +136,8 @@ class FakeFabric:
 class FakeTransport:
     """Transport over a fabric. Keeps the cache tensors alive, as the real transport does."""
 
+    needs_polls = True
+
     def __init__(self, fabric: FakeFabric, name: str, caches: list, description: CacheDescription) -> None:
         self.name = name
         self._fabric = fabric

@@ -16,6 +16,7 @@ import prometheus_client
 import pytest
 import zmq
 
+from tests.fakes.event_engine import FakeEngine
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.holding import index_of, with_index
 from vllm_pd.broker.server import Broker
@@ -530,6 +531,56 @@ async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(mo
         served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
         await served.until(lambda: served.router.subscriptions.as_json())
         assert index_of(served.router.placer).block_size == 4 and not served.router.subscriptions._asking
+
+
+def _notice(block_size: int, ranks: int, **more) -> tuple[int, dict]:
+    return 200, {"events": "tcp://127.0.0.1:9", "block_size": block_size, "ranks": ranks, **more}
+
+
+@pytest.mark.parametrize("block_size, ranks", [(8, 1), (4, 2), (4, 3)])
+async def test_b61_an_engine_that_restarts_with_another_block_size_or_number_of_ranks_is_read_anew(block_size, ranks):
+    """One of --worker: no registry says that it is another life."""
+    async with serving(2, Policy.KV) as (served, [engine, other]):
+        followed = served.router.subscriptions._subscribers
+        for one in (engine, other):
+            one.notices = [_notice(4, 2 if ranks != 2 else 1)]
+            served.worker(one).fail(WorkerFailure.PROBE, "away for a moment")
+        await served.until(lambda: len(followed) == 2)
+        before, untouched = followed[engine.url], followed[other.url]
+        with_index(served.router.placer, 4).stored(engine.url, [1], None, [0] * 4)
+        engine.notices = [_notice(block_size, ranks)]
+        served.worker(engine).fail(WorkerFailure.PROBE, "it restarts")
+        await served.until(lambda: followed.get(engine.url) not in (None, before))
+        index = with_index(served.router.placer, block_size)
+        assert [one._index for one in followed[engine.url]] == [index] * ranks
+        assert served.router.placer.ranks.get(engine.url) == (
+            None if ranks == 1 else [engine.url, *(f"{engine.url}#{rank}" for rank in range(1, ranks))])
+        assert engine.url not in with_index(served.router.placer, 4), "blocks of its earlier life"
+        assert all(one._task is None for one in before) and not served.router.subscriptions._closing
+        now = followed[engine.url]
+        served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment, the same one")
+        await served.until(lambda: served.worker(engine).state.value == "up" and
+                           not served.router.subscriptions._asking)
+        assert followed[engine.url] is now and followed[other.url] is untouched
+
+
+async def test_b61_an_engine_that_restarts_between_two_probes_is_read_anew(tmp_path):
+    """Its side socket shows another epoch, while no request and no probe has failed."""
+    async with serving(1, Policy.KV) as (served, [engine]):
+        lives = [FakeEngine(f"ipc://{tmp_path}/{life}") for life in (1, 2)]
+        try:
+            engine.notices = [(200, msgspec.to_builtins(lives[0].notice))]
+            served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
+            followed = served.router.subscriptions._subscribers
+            await served.until(lambda: engine.url in followed and followed[engine.url][0].connected)
+            engine.notices = [(200, msgspec.to_builtins(lives[1].notice) | {"ranks": 2})]
+            lives[0].close()
+            await served.until(lambda: len(followed.get(engine.url, ())) == 2 and followed[engine.url][0].connected)
+            assert served.worker(engine).state.value == "up"
+            assert followed[engine.url][0].epoch == lives[1].announcer.epoch
+        finally:
+            for life in lives:
+                life.close()
 
 
 FOLLOWS = """

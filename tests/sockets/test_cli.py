@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import certifi
 import pytest
 
 from vllm_pd import cli
-from vllm_pd.admin import doctor
+from vllm_pd.admin import doctor, members, orders
+from vllm_pd.core import messages as m
+from vllm_pd.errors import ControlError
 from vllm_pd.ports import take_free
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +60,38 @@ def test_doctor_tells_by_its_status(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda broker, ports, access: [good, bad])
     assert call(monkeypatch, "doctor") == 1
     assert "-> cure" in capsys.readouterr().out
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\r\ud800\nok   broker    all is well"
+
+
+@pytest.mark.parametrize("arguments, status", [
+    (["status"], 0), (["status", "e"], 0), (["status", "x"], 2), (["drain", "e"], 1), (["role", "e", "kv_both"], 0),
+    (["role", "p", "kv_both"], 2), (["doctor"], 1)])
+def test_b82_what_engines_send_never_reaches_the_terminal_as_it_is(monkeypatch, capsys, arguments, status):
+    """Addresses, names and reasons are whatever an engine says; each stays on its line, its controls are escaped."""
+    fingerprint = m.Fingerprint(m.PROTOCOL, "m", "float32", "auto", 16, 30, 3, 64, "ipex")
+    engine = m.Member("e", m.Role.DECODE, f"tcp://{HOSTILE}", fingerprint)
+    other = m.Member("p" + HOSTILE, m.Role.PREFILL, "tcp://p", m.Fingerprint(
+        m.PROTOCOL, HOSTILE, "float32", "auto", 16, 30, 3, 64, "ipex"))
+    listed = members.MemberList((engine, other), 0)
+    monkeypatch.setattr(members, "list_members", lambda *_, **__: listed)
+    monkeypatch.setattr(orders, "list_members", lambda *_, **__: listed)
+    monkeypatch.setattr(doctor, "list_members", lambda *_, **__: listed)
+    monkeypatch.setattr(doctor, "examine", lambda broker, ports, access: [*doctor.check_peers(broker, access)])
+
+    def answer(operator: orders.Operator, order: m.Message, timeout_s: float = 5.0) -> m.StatusReply:
+        if "p" in operator.target.incarnation:
+            raise ControlError(HOSTILE)
+        return m.StatusReply(engine, "", {HOSTILE: 1}, HOSTILE)
+
+    monkeypatch.setattr(orders, "Call", lambda *_, **__: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(orders.Operator, "tell", answer)
+    options = ["--timeout-s", "0"] if arguments[0] == "drain" else []
+    assert call(monkeypatch, *arguments, "--broker", "tcp://127.0.0.1:1", *options) == status
+    printed = "".join(capsys.readouterr())
+    assert "\\x1b]0;owned\\x07" in printed and "\\u202e" in printed
+    assert all(line.isprintable() for line in printed.splitlines()) and "\nok   broker    all is well" not in printed
 
 
 @contextlib.contextmanager

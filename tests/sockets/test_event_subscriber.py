@@ -12,6 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 from aiohttp import web
 
 from tests.fakes.event_engine import BLOCK_SIZE, TOPIC, FakeEngine
@@ -480,3 +481,45 @@ async def test_an_engine_without_snapshots_reports_its_load(endpoint):
         await becomes(lambda: spoken.load == front.engine.load, lambda: spoken.counters)
         await spoken.close()
         assert spoken.load is None
+
+
+class ReplayingEngine:
+    """One life of a V1 engine without load: its publisher's events and their replay, at ports of its own."""
+
+    def __init__(self, first: int) -> None:
+        self._context = zmq.asyncio.Context()
+        self._events, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self._events, self._replay)]
+        self.notice = EventsNotice(f"tcp://127.0.0.1:{ports[0]}", BLOCK_SIZE, f"tcp://127.0.0.1:{ports[1]}", TOPIC)
+        self.truth = [*range(first, first + 3)]
+        self._batches = [msgspec.msgpack.encode(m.EventBatch(0.0, [
+            m.BlockStored([number], None, [number] * BLOCK_SIZE, BLOCK_SIZE)])) for number in self.truth]
+        self._task = asyncio.create_task(self._answer())
+
+    async def _answer(self) -> None:
+        while True:
+            reader, *_, first = await self._replay.recv_multipart()
+            for number in range(int.from_bytes(first, "big"), len(self._batches)):
+                await self._replay.send_multipart([reader, b"", number.to_bytes(8, "big"), self._batches[number]])
+            await self._replay.send_multipart([reader, b"", followers.END, b""])
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("old_port", ["closed", "taken"])
+async def test_b61_an_engine_without_a_load_that_restarts_at_other_ports_is_found_again(old_port):
+    """Its old ports are nobody's, or those of an engine that has nothing to do with this front end."""
+    front = Front()
+    old = front.engine = ReplayingEngine(1)
+    async with watched(front) as (index, subscriber):
+        await until_right(front, index, subscriber)
+        front.engine = ReplayingEngine(11)
+        if old_port == "closed":
+            old.close()
+        else:
+            old._batches[:] = front.engine._batches[:1]
+        await until_right(front, index, subscriber)
+        if old_port == "taken":
+            old.close()

@@ -61,6 +61,8 @@ class Transfers:
     def moving(self) -> bool:
         return self.busy
 
+    youngest_s = 0.0
+
     def synchronize(self) -> None:
         pass
 

@@ -5,6 +5,7 @@ import base64
 import collections
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import json
 import time
@@ -378,6 +379,48 @@ def test_both_ways_are_bounded(speaker, monkeypatch):
         d.line._report(type("Any", (), {"generation": "b"}), m.Heard("b", 1))
     d.line._inbox.clear()
     d.line._call(gate.set)
+
+
+class DeliveredJob:
+    """As the server delivers it. `answers`: what the session has said to the server about it."""
+    headers, reply, subject = None, "reply", "inbox.1"
+
+    def __init__(self, number: int) -> None:
+        job = m.Job(m.Attempt("d", "r", number), "tcp://127.0.0.1:1", [1, 2, 3], 0, 60.0)
+        self.data = codec.encode("d", m.Put(job))
+        self.metadata = SimpleNamespace(timestamp=datetime.datetime.fromtimestamp(5000.0), num_delivered=1)
+        self.answers = []
+
+    async def nak(self, delay=None):
+        self.answers.append("nak")
+
+
+async def test_an_offer_that_finds_no_place_in_the_inbox_takes_no_credit():
+    """The control thread stands still. Its job goes to another engine, and this one gets the next one."""
+    pulls, told, full = [], [], True
+
+    async def pull(*terms):
+        pulls.append(terms)
+
+    def report(message):
+        if full:
+            raise nats_backend.InboxFull("1000 messages wait")
+        told.append(message)
+
+    session = nats_session.NatsSession(SimpleNamespace(pull=pull), "p", 5.0, report, collections.Counter(), None)
+    session._member, session._complete = m.Member("p", m.Role.PREFILL, "", FINGERPRINT), True
+    session._directory.clock_is(time.monotonic(), 5000.0)
+    session._directory.heard(time.monotonic(), "d", m.Member("d", m.Role.DECODE, "", FINGERPRINT), 5000.0)
+    await session.do(m.Credit(1, 0))
+    assert len(pulls) == 1
+    lost = DeliveredJob(1)
+    await session._on_delivered(lost)
+    assert lost.answers == ["nak"] and not session._held and session._counters == {"job_passed_on": 1}
+    full = False
+    await session._pull()
+    assert len(pulls) == 2, "its only credit is still there"
+    await session._on_delivered(DeliveredJob(2))
+    assert [(offer.job.attempt.number, offer.serial) for offer in told] == [(2, 1)] and len(pulls) == 2
 
 
 # Who may log in.

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_pd.store import loads, view
+from vllm_pd.errors import ConfigError
+from vllm_pd.store import files, loads, view
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
 from vllm_pd.store.loads import BlockLoader
 from vllm_pd.store.plan import NamedBlock
@@ -329,3 +330,24 @@ def test_a_full_disk_is_said_once_and_left_alone(setting: Setting, caplog, monke
     worker.put([named(4)])
     assert worker.store.flush(WAIT_S) and worker.store.counts["written"] == 1
     assert worker.store.files.contains(BlockKey(MODEL, named(4).name))
+
+
+@pytest.mark.parametrize("name", ["mkdir", "stat", "open"])
+@pytest.mark.parametrize("opened", ["worker", "view"])
+def test_b104_b80_a_disk_that_hangs_at_the_start_is_named(setting: Setting, name: str, opened: str, monkeypatch):
+    """B104, B80: as a network disk whose server is gone. The engine does not stand still for good."""
+    answers, folder, call = threading.Event(), setting.settings.file_folder, getattr(os, name)
+
+    def hangs(path, *arguments, **keywords):
+        if str(path).startswith(folder):
+            answers.wait(WAIT_S)
+        return call(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, name, hangs)
+    monkeypatch.setattr(files, "START_S", 0.2)
+    try:
+        with pytest.raises(ConfigError, match="has not answered within 0.2 s: .* local disk") as caught:
+            getattr(setting, opened)()
+        assert caught.value.key == "file_folder" and caught.value.value == folder
+    finally:
+        answers.set()

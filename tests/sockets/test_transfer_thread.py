@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The thread that carries out an engine's transfers: no end waits for the step loop, which waits for no transfer."""
 
+import collections
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 from tests.slow_write import is_open_at_each_write
 from tests.waiting import wait_for
 from vllm_pd.errors import TransferError
+from vllm_pd.transfer import thread
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, Finished, Notice, Read, Write
 from vllm_pd.transfer.transport import TransportProgress
@@ -21,6 +23,8 @@ WRITE = Write("k", "d", [0], [0], [b"n"])
 
 class Wire:
     """A transport whose calls take as long as the test wants, and may be made by one thread at a time."""
+
+    needs_polls = False
 
     def __init__(self) -> None:
         self.open: set[str] = set()
@@ -83,6 +87,18 @@ class Wire:
         return not self.open
 
 
+class Clock:
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 @pytest.fixture
 def wire() -> Wire:
     return Wire()
@@ -100,9 +116,9 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def transfer(wire, waits, told) -> Iterator[EngineTransfer]:
+def transfer(wire, waits, told, clock) -> Iterator[EngineTransfer]:
     """Started; `woken` is set whenever the step loop is."""
-    worker = TransferWorker(wire, lambda: waits.append(threading.current_thread().name))
+    worker = TransferWorker(wire, lambda: waits.append(threading.current_thread().name), clock=clock)
     made = EngineTransfer(worker)
     made.woken = threading.Event()
     made.start(made.woken.set, lambda end: told.append(end.key))
@@ -282,3 +298,32 @@ def test_b33_requests_wake_no_descriptor_that_was_closed(monkeypatch):
     transfer.start(lambda: None, lambda end: None)
     assert is_open_at_each_write(monkeypatch, "eventfd_write", lambda: transfer.execute([]), transfer.close)
     transfer.execute([])  # after it: no wake-up, no error
+
+
+@pytest.mark.parametrize("needs_polls", [False, True])
+def test_a_transfer_that_lasts_is_looked_at_rarely_and_a_short_one_beside_it_often(transfer, wire, clock, told,
+                                                                                   needs_polls, monkeypatch):
+    """If its data moves by itself: an old transfer whose data moves only in polls needs them as before."""
+    pauses, wait = collections.deque([0.0], maxlen=1), thread.TransferThread._wait
+    monkeypatch.setattr(thread.TransferThread, "_wait", lambda self, pause_s, filenos: (
+        pauses.append(pause_s), wait(self, pause_s, filenos))[1])
+    wire.needs_polls = needs_polls
+    transfer.execute([WRITE])
+    wait_for(lambda: wire.polls > 10)
+    clock.ahead_s = 100.0
+    longest_s = thread.POLL_MAX_S if needs_polls else thread.IDLE_POLL_S
+    wait_for(lambda: pauses[0] == longest_s)
+    transfer.execute([Write("short", "d", [0], [0], [b"n"])])
+    wait_for(lambda: "short" in wire.open and pauses[0] == thread.POLL_MAX_S)
+    wire.end("short")
+    wait_for(lambda: told == ["short"] and pauses[0] == longest_s)
+    wire.end("k")
+    wait_for(lambda: told == ["short", "k"])
+
+
+def test_the_end_of_a_short_transfer_is_seen_within_2_ms_and_of_a_long_one_a_little_late():
+    for age_s in (0.0, 0.001, 0.05):
+        assert thread.longest_pause_s(age_s) == thread.POLL_MAX_S
+    for age_s in (0.06, 0.1, 0.5, 1.0):
+        assert thread.longest_pause_s(age_s) == pytest.approx(0.02 * age_s)
+    assert thread.longest_pause_s(2.0) == thread.longest_pause_s(1e6) == thread.IDLE_POLL_S

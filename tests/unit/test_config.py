@@ -66,7 +66,8 @@ def test_every_key_can_be_set(files):
 
 def test_b80_the_store_has_keys_of_its_own():
     assert PDConfig.parse("kv_both", {**BROKER, "store": {}}).store == StoreSettings()
-    for given, key in (({"memory": 4}, "memory"), ({"memory_gib": "4"}, "memory_gib"), ({"file_gib": 4}, "file_gib")):
+    for given, key in (({"memory": 4}, "memory"), ({"memory_gib": "4"}, "memory_gib"), ({"file_gib": 4}, "file_gib"),
+                       *(({"memory_gib": value}, "memory_gib") for value in (10**400, -10**400, float("inf")))):
         assert refused("kv_both", {**BROKER, "store": given}).key == key
 
 
@@ -118,6 +119,8 @@ def test_b80_wrong_type(name, value):
     ("max_parked_fraction", 1.01), ("max_parked_fraction", float("nan")), ("lease_s", 0), ("lease_s", -3),
     ("lease_s", float("inf")), ("lease_s", 10**400), ("attempt_deadline_s", 0), ("claim_retry_s", 0),
     ("heartbeat_s", 0), ("ttl_s", 0), ("itl_target_ms", 0), ("itl_target_ms", 60_001),
+    *((name, value) for name in ("max_local_prefill_tokens", "max_queue_length", "max_prefill_jobs",
+                                 "max_prefill_tokens") for value in (10**400, 2**62)),  # no message could hold it
 ])
 def test_b80_impossible_value(name, value):
     error = refused("kv_consumer", {**BROKER, name: value})
@@ -149,6 +152,12 @@ def test_b100_only_an_engine_that_decodes_posts():
     assert PDConfig.parse("kv_both", BROKER).metaserver_urls == ()
 
 
+def test_b80_a_number_of_too_many_digits_after_pd_is_none():
+    for text in ("9" * 5000, "[" * 100_000):
+        name, value = parse_setting(f"lease_s={text}")
+        assert refused("kv_consumer", {**BROKER, name: value}).key == "lease_s"
+
+
 @pytest.mark.parametrize("value", ["Auto", "automatic", "", "1000", "never"])
 def test_b80_a_word_that_is_no_number_of_tokens(value):
     error = refused("kv_consumer", {**BROKER, "max_local_prefill_tokens": value})
@@ -168,7 +177,7 @@ def test_what_the_policy_gets():
 @pytest.mark.parametrize("name", ["broker", "bind"])
 @pytest.mark.parametrize("value", ["", "127.0.0.1:5700", "tcp://127.0.0.1", "tcp://:5700", "ipc:///tmp/x", "tcp://",
                                    "tcp://127.0.0.1:port", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:-1",
-                                   "tcp://127.0.0.1:\u0663"])
+                                   "tcp://127.0.0.1:\u0663", pytest.param("tcp://127.0.0.1:" + 5000 * "1", id="long")])
 def test_b80_malformed_address(name, value):
     error = refused("kv_consumer", {**BROKER, name: value})
     assert error.key == name and "write it like tcp://127.0.0.1:" in str(error)

@@ -567,6 +567,32 @@ def test_b27_a_d_that_could_not_be_added_is_added_again_after_a_pause(pair, unad
     assert pair.p.totals()["prefill_sent"] == 1 and pair.p.open_attempts() == []
 
 
+def test_b27_a_p_that_could_not_add_any_d_says_so_and_why(pair, unadded):
+    """Where an operator looks: /pd/status, `vllm-pd status`, vllm:pd_degraded."""
+    degraded = pair.p.degraded()
+    assert degraded.cause is Cause.PEER and "add decode engine d: no descriptor is left" in degraded.detail
+    assert pair.p.status(0).degraded == f"peer: {degraded.detail}" and pair.p.status(0).gauges["unadded"] == 1
+    other = msgspec.structs.replace(D, incarnation="d2")
+    pair.p.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
+    pair.p.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
+    assert pair.p.degraded() is None and pair.p.counts()["unadded"] == 1, "there is one that it can work with"
+    pair.p.peer_unadded("d2", "another reason")
+    assert pair.p.degraded() is not None and pair.p.counts()["unadded"] == 2
+    pair.transfer(pair.jobs.take_requests(pair.progress))
+    pair.passes(PrefillLimits().add_retry_s)
+    pair.ranks[0].agent.fails = TransferState.DONE
+    pair.transfer(pair.jobs.take_requests(pair.progress))
+    assert pair.p.degraded() is None and pair.p.counts()["unadded"] < 2
+
+
+def test_b81_a_transports_reason_of_any_length_fits_a_status(pair):
+    granted(pair)
+    pair.p.peer_unadded("d", "x" * 10_000)
+    status = pair.p.status(0)
+    assert "xxx" in status.degraded
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=m.StatusReply) == status
+
+
 def test_b102_a_d_that_could_not_be_added_reads_what_is_held_for_it(pair, unadded):
     """Its reads need nothing of P's transport."""
     hold = m.Attempt("p", "h", 1)

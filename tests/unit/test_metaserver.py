@@ -130,8 +130,8 @@ def naming(**fields):
     return json.dumps({"model": "m", "kv_transfer_params": NAMING, "prompt": [1, 2], **fields}).encode()
 
 
-@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]},
-                                    {"messages": [], "n": 3, "prompt": None}], ids=str)
+@pytest.mark.parametrize("fields", [{"n": 2}, {"n": "2"}, {"n": 2.0}, {"n": " 2.0"}, {"prompt": ["a", "b"]},
+                                    {"prompt": [[1, 2], [3]]}, {"messages": [], "n": 3, "prompt": None}], ids=str)
 def test_b100_a_request_for_several_answers_names_no_metaserver_and_loses_nothing_else(fields):
     body = naming(**fields, seed=2**63 - 1, temperature=1e-3, stop=["\u00e4\n"])
     changed = json.loads(without_metaserver(body))
@@ -142,7 +142,8 @@ def test_b100_a_request_for_several_answers_names_no_metaserver_and_loses_nothin
 
 
 @pytest.mark.parametrize("body", [
-    naming(), naming(n=1), naming(n=None), naming(n="2"), naming(prompt="metaserver"), naming(prompt=["a"]),
+    naming(), naming(n=1), naming(n=None), naming(n="1"), naming(n=True), naming(n=2.5), naming(n="two"),
+    naming(n=[2]), naming(prompt="metaserver"), naming(prompt=["a"]),
     naming(prompt=[[1, 2]]), naming(prompt=[]), naming(prompt=[["a"], 1]), naming(prompt=None),
     naming(n=2, kv_transfer_params=None), naming(n=2, kv_transfer_params={}), naming(n=2, kv_transfer_params=[URL]),
     naming(n=2, prompt="metaserver", kv_transfer_params={"pd": "local"}), naming(n=2)[:-1], b"metaserver", b"[]", b"",

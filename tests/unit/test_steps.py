@@ -38,6 +38,7 @@ class Worker:
         self.requests: list = []
         self.progress = TransferProgress([], [Notice("p/0", b"n")], [])
         self.moving = self.busy = self.closed = False
+        self.youngest_s = 7.0
 
     def execute(self, requests: list) -> None:
         self.requests += requests
@@ -101,10 +102,11 @@ def test_data_moves_when_its_step_is_done_and_not_before(rank, request_):
     rank.steps.launched(2)
     rank.device.events[0].done = True
     assert rank.transfer.take_progress().notices and rank.worker.requests == []
-    assert rank.transfer.moving and rank.transfer.busy
+    assert rank.transfer.moving and rank.transfer.busy and rank.transfer.youngest_s == 0.0
     rank.device.events[1].done = True
     rank.transfer.take_progress()
     assert rank.worker.requests == [request_] and not rank.transfer.moving and not rank.transfer.busy
+    assert rank.transfer.youngest_s == 7.0
 
 
 def test_b95_nothing_is_sent_after_a_step_that_failed(rank):

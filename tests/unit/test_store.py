@@ -11,6 +11,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.store.arena import PAGE, ArenaShape
 from vllm_pd.store.blocks import AHEAD_NS, HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
 from vllm_pd.store.files import StoredFile, choose_removals
+from vllm_pd.store.plan import StorePlan
 from vllm_pd.store.slots import WAYS, SetGeometry
 from vllm_pd.store.steps import WholeSteps
 from vllm_pd.store_settings import KEYS, StoreSettings
@@ -112,3 +113,33 @@ def test_b104_after_a_step_that_was_not_whole_none_counts():
     assert end(failed, 1, "a", "b") and end(failed, 2) and not end(failed, 3, "a")
     assert not end(failed, 4, "a", "b") and not end(failed, 5)
     assert end(missed, 1, "a", "b") and not end(missed, 3, "a", "b") and not end(missed, 4)
+
+
+def test_b97_what_the_store_has_of_a_request_that_waits_is_looked_up_once_in_a_while():
+    """V1 asks about the head of its queue in each step, and its prompt may have thousands of blocks."""
+    asked, stored, now = [], {b"a", b"b", b"c"}, [100.0]
+    store = StorePlan(16, lambda name: asked.append(name) or name in stored, 8, lambda: now[0])
+    names = [b"a", b"b", b"c", b"d"]
+    store.add("r")
+
+    def loadable(computed_tokens: int, tokens: int = 70) -> int:
+        return store.loadable_tokens("r", names, tokens, computed_tokens)
+
+    assert loadable(0) == 48
+    count = len(asked)
+    for now[0] in (100.1, 100.5, 100.9):
+        assert loadable(0) == 48
+    assert len(asked) == count
+    assert [one.name for one in store.loads("r", names, [4, 5, 6, 7], 48)] == names[:3]
+    assert loadable(16) == 32 and len(asked) > count, "another prefix hit"
+    assert [one.name for one in store.loads("r", names, [4, 5, 6, 7], 32)] == names[1:3]
+    assert loadable(16, 48) == 16, "another length"
+    assert loadable(16) == 32
+    stored.discard(b"b")
+    assert loadable(16) == 32
+    now[0] = 102.0
+    assert loadable(16) == 0
+    stored.add(b"b")
+    assert loadable(16) == 32, "one look tells that there is nothing: that is taken each time"
+    store.failed("r")
+    assert loadable(16) == 0

@@ -169,6 +169,25 @@ def test_b27_a_write_with_which_something_unexpected_goes_wrong_ends(posted, mon
     assert ends == ["k"] and p.live_handles() == 0 and not p.moving
 
 
+def test_the_youngest_of_the_open_transfers_says_how_rarely_to_poll():
+    clock, fabric, _, _, add = pair(Faults(delay_s=10.0))
+    p, transport = member(fabric, "other", clock=clock)
+    transport.needs_polls = False
+    assert p.youngest_s == 0.0
+    p.execute([add, Write("k", "d", [1], [1], [b"n"])])
+    clock.now_s = 4.0
+    assert p.youngest_s == 4.0
+    p.execute([Write("l", "d", [2], [2], [b"n"])])
+    assert p.youngest_s == 0.0
+    clock.now_s = 5.0
+    assert p.youngest_s == 1.0
+    transport.needs_polls = True
+    assert p.youngest_s == 0.0 and p.moving
+    transport.needs_polls = False
+    clock.now_s = 30.0
+    assert len(p.take_progress().finished) == 2 and p.youngest_s == 0.0
+
+
 def test_b25_cancelling_what_is_not_there_changes_nothing():
     _, _, p, _, add = pair()
     p.execute([CancelTransfer("k"), DropTransferPeer("d"), add, Write("k", "d", [1], [1], [b""])])

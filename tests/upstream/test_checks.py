@@ -87,6 +87,14 @@ def test_b101_a_sliding_window_in_some_layers(loads):
     hooks.check_engine(configuration(hf_overrides=windows, disable_sliding_window=True, max_model_len=64))
 
 
+def test_b101_b80_a_sliding_window_that_vllm_can_not_disable(loads):
+    """B101, B80: the field that vLLM itself makes otherwise. Its models read it whatever the flag says."""
+    own = {"interleaved_sliding_window": [64, None, 64, None]}
+    assert_refused(configuration(hf_overrides=own, disable_sliding_window=True), loads,
+                   r"interleaved_sliding_window=\[64.*use V1, or serve another model")
+    assert_refused(configuration(hf_overrides=own), loads, r"sliding_window=\[64.*or use V1")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_b101_fp8(loads, dtype):
     """Its answers would be others than those of one engine."""

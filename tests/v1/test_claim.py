@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -355,6 +355,23 @@ def test_b80_engines_that_join_and_leave_a_server():
     config.parallel_config.enable_elastic_ep = True
     with pytest.raises(ConfigError, match="enable_elastic_ep=True.*remove it"):
         check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+@pytest.mark.parametrize("role, is_taken", [("kv_producer", False), ("kv_both", False), ("kv_consumer", True)])
+def test_b80_ranks_without_a_server_that_prefill_for_peers(role, is_taken, monkeypatch):
+    """B80: offline ranks of a model with experts have no coordinator. One that begins a peer's job steps alone, and its
+    collectives wait for ranks that have nothing to do."""
+    for name, value in (("SIZE", 2), ("RANK", 1), ("RANK_LOCAL", 1), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(f"VLLM_DP_{name}", str(value))
+    monkeypatch.setattr(ModelConfig, "is_moe", True)
+    if is_taken:
+        assert configure(transfer(role)).parallel_config.data_parallel_size == 2
+    else:
+        with pytest.raises(ConfigError, match="VLLM_DP_SIZE=2.*vllm serve --data-parallel-size"):
+            configure(transfer(role))
+    for name in ("SIZE", "RANK", "RANK_LOCAL", "MASTER_PORT"):
+        monkeypatch.delenv(f"VLLM_DP_{name}")
+    assert configure(transfer(role), data_parallel_size=2).parallel_config.data_parallel_rank_local is None
 
 
 def test_b80_ranks_on_several_nodes():

@@ -391,8 +391,7 @@ def test_b104_b97_a_request_that_waits_for_blocks_is_counted_once_in_a_while(mak
     for _ in range(20):
         engine.turn()
     assert FakeView.asked == before and "a" not in engine.loads
-    monkeypatch.setattr("vllm_pd.store.handover.COUNT_S", 0.0)
-    engine.binding._offers.clear()
+    monkeypatch.setattr("vllm_pd.store.plan.COUNT_S", 0.0)
     engine.turn()
     engine.turn()
     assert FakeView.asked >= before + 10

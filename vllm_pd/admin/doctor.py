@@ -45,7 +45,7 @@ print("nixl", version("nixl"), "with UCX")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `cure` says what to do; it is empty where nothing is wrong."""
+    """One check of the report. `cure` says what to do; it is empty where nothing is wrong."""
     check: str
     fact: str
     cure: str = ""
@@ -55,9 +55,11 @@ class Finding:
         """Whether nothing is wrong."""
         return not self.cure
 
-    def __str__(self) -> str:
-        line = f"{'ok ' if self.ok else 'BAD'}  {self.check:<9} {self.fact}"
-        return line if self.ok else f"{line}\n               -> {self.cure}"
+    @property
+    def lines(self) -> list[str]:
+        """As printed: the fact, and the cure if there is one."""
+        fact = f"{'ok ' if self.ok else 'BAD'}  {self.check:<9} {self.fact}"
+        return [fact] if self.ok else [fact, f"               -> {self.cure}"]
 
 
 def examine(broker: str | None, ports: Sequence[int], access: Access | None = None) -> list[Finding]:

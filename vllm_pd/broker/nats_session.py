@@ -79,8 +79,9 @@ class Mailbox:
 
 
 class NatsSession:
-    """`report` is called with each message for the engine; `counters` counts what was dropped. All runs in one event
-    loop. A method that raises ends the session; the caller then closes it."""
+    """`report` is called with each message for the engine, and raises ConnectionError where too many wait there.
+    `counters` counts what was dropped. All runs in one event loop. A method that raises ends the session; the caller
+    then closes it."""
 
     def __init__(self, store: Store, incarnation: str, ttl_s: float, report: Callable[[m.Message], None],
                  counters: m.Counters, note_protocol: Callable[[int], None]):
@@ -320,8 +321,13 @@ class NatsSession:
         elif self._is_for_another(job, theirs, deliveries):
             await delivered.nak()
         else:
-            serial = self._taken.offer(now, job, ())
-            self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), serial))
+            try:
+                self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._taken.offered + 1))
+            except ConnectionError:  # the engine does not fetch its messages: it keeps its credit, another gets the job
+                self._counters["job_passed_on"] += 1
+                await self._pass_on(delivered, deliveries)
+                return  # the next tick requests another one
+            self._taken.offer(now, job, ())
             self._held[job.attempt] = delivered
         await self._pull()
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
+MAX_REASON_CHARS = 500  # of a transport, in a status
 RECONNECT_POLL_S = 0.1  # while the broker is away
 _OTHER_WEIGHTS = ("the weights of this engine were replaced while it ran: it takes no jobs of others and hands none "
                   "over; restart it")
@@ -310,9 +311,9 @@ class PeerProtocol:
             self._do(self._prefill.read_unproven(self._clock(), attempt, reason))
 
     @_locked
-    def peer_unadded(self, incarnation: str) -> None:
+    def peer_unadded(self, incarnation: str, reason: str) -> None:
         """The transport could not add this engine, of which an `AddPeer` was polled."""
-        self._prefill.peer_unadded(self._clock(), incarnation)
+        self._prefill.peer_unadded(self._clock(), incarnation, reason[:MAX_REASON_CHARS])
         self.wake()
 
     @_locked
@@ -389,9 +390,13 @@ class PeerProtocol:
             return None
         if not self._cluster.up:
             return Degraded(Cause.BROKER, f"the broker {self._broker} does not answer")
-        decodes = self.state.role.decodes
-        if self._cluster.prefills(self._greeted()) if decodes else self._prefill.peers().keys() - self._parted:
+        decodes, unadded = self.state.role.decodes, self._prefill.unadded_peers()
+        if (self._cluster.prefills(self._greeted()) if decodes
+                else self._prefill.peers().keys() - self._parted - unadded.keys()):
             return None
+        for name, reason in unadded.items():
+            if not decodes and name not in self._parted:
+                return Degraded(Cause.PEER, f"the transport can't add decode engine {name}: {reason}")
         mismatch = self._cluster.find_mismatch(self._clock())
         if mismatch is not None and not self._parted:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
@@ -423,6 +428,7 @@ class PeerProtocol:
             "holds": len(self._prefill.holds),
             "peers": len(self._prefill.peers()) + len(self._decode.peers),
             "parted": len(self._parted),
+            "unadded": len(self._prefill.unadded_peers()),
         }
 
     @_locked

@@ -44,6 +44,7 @@ class Peer:
         self.next_hello = 0.0  # of one that is greeted; of one that is UNADDED: when it is greeted again
         self.last_heard = 0.0
         self.missing_since: float | None = None
+        self.problem = ""  # why our transport could not add it, at the last try
         self.wanted = False  # the registry or a job named it while it was leaving
 
 
@@ -64,6 +65,10 @@ class Peering:
     def members(self) -> dict[str, m.Member]:
         """The members of those that have answered."""
         return {name: peer.member for name, peer in self._peers.items() if peer.member is not None}
+
+    def unadded_members(self) -> dict[str, str]:
+        """Those that our transport could not add, and why."""
+        return {name: peer.problem for name, peer in self._peers.items() if peer.state is PeerState.UNADDED}
 
     # Coming.
 
@@ -113,9 +118,9 @@ class Peering:
             del self._met[next(iter(self._met))]
         return [AddPeer(peer.incarnation, message.transfer_metadata)]
 
-    def unadded(self, now: float, peer: Peer) -> None:
+    def unadded(self, now: float, peer: Peer, reason: str) -> None:
         """Our transport could not add this peer."""
-        peer.state = PeerState.UNADDED
+        peer.state, peer.problem = PeerState.UNADDED, reason
         peer.next_hello = now + self.limits.add_retry_s
 
     # Going.

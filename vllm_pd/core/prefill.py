@@ -198,13 +198,13 @@ class PrefillProtocol:
         peer.last_heard = now
         return handler(now, sender, message)
 
-    def peer_unadded(self, now: float, incarnation: str) -> None:
+    def peer_unadded(self, now: float, incarnation: str, reason: str = "") -> None:
         """The transport could not add this D: nothing can be written there until it is added again, after a pause. The
         engine gives up the jobs of it that it has."""
         peer = self._peering.find(incarnation)
         if peer is not None and peer.state is PeerState.PEER:
             self.counters["peer_unadded"] += 1
-            self._peering.unadded(now, peer)
+            self._peering.unadded(now, peer, reason)
 
     def peer_lost(self, now: float, incarnation: str) -> list[Action]:
         """A D is gone. Its running jobs are stopped; the peer is dropped when the last of them has ended."""
@@ -278,6 +278,10 @@ class PrefillProtocol:
     def peers(self) -> dict[str, m.Member]:
         """Decode engines that have answered."""
         return self._peering.members()
+
+    def unadded_peers(self) -> dict[str, str]:
+        """Decode engines that the transport could not add, and why."""
+        return self._peering.unadded_members()
 
     def busy_peers(self) -> set[str]:
         """Decode engines with a job here, that may read here, or that a read of ours may still come from."""

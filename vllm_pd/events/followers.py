@@ -288,11 +288,13 @@ class _ReplayRequest:
 class ReplayFollower:
     """`connect` makes a client of the replay socket; None where there is none. A request whose answer has not ended in
     time is given up together with its socket. After two in a row to which nothing has come, everything known of the
-    engine is forgotten."""
+    engine is forgotten. With `found` the addresses are the engine's answer to GET /pd/events, and another life of it
+    may have others: then `turn` raises EngineLost where the replay shows a restart or does not answer."""
 
     def __init__(self, connect: Callable[[], zmq.Socket] | None, target: FollowerTarget, counters: Counter[str],
-                 now: float, unread: Counter[str] | None = None) -> None:
+                 now: float, unread: Counter[str] | None = None, found: bool = False) -> None:
         self.more = False
+        self._found = found
         self._connect = connect
         self._socket = connect() if connect is not None else None
         self._target = target
@@ -323,7 +325,7 @@ class ReplayFollower:
             self._target.apply(ready)
 
     def turn(self, now: float) -> None:
-        """Read the answer of the replay, and do what is due."""
+        """Read the answer of the replay, and do what is due. Raises EngineLost, see the class."""
         if self._socket is None:
             self._turn_without_replay(now)
             return
@@ -340,8 +342,7 @@ class ReplayFollower:
             if now - self._replay.heard_at > REPLAY_TIMEOUT_S:
                 self._give_up(now)
         elif stream.restarted:
-            self._counters["restarts"] += 1
-            self._start_again(now)
+            self._restarted(now)
         elif stream.next_seq is not None and stream.missed(now):
             self._counters["gaps"] += 1
             self._ask(now, ReplayPurpose.FILL, max(0, stream.next_seq - 1))
@@ -375,12 +376,21 @@ class ReplayFollower:
         if self._unanswered == 2:
             self._target.clear()
             self._stream.stop()
+            if self._found:
+                raise EngineLost("its replay does not answer")
 
     def _turn_without_replay(self, now: float) -> None:
         if self._stream.restarted or self._stream.missed(now):
             self._counters["restarts" if self._stream.restarted else "gaps"] += 1
             self._target.clear()
             self._target.apply(self._stream.skip(now))
+
+    def _restarted(self, now: float) -> None:
+        """The replay is that of another life of the engine."""
+        self._counters["restarts"] += 1
+        if self._found:
+            raise EngineLost("it has restarted")
+        self._start_again(now)
 
     def _start_again(self, now: float) -> None:
         """Forget everything known, because it can't be trusted."""
@@ -420,8 +430,7 @@ class ReplayFollower:
         if stream.next_seq:
             same = bool(batches) and batches[0][2] == stream.content(batches[0][0])
             if not same:
-                self._counters["restarts"] += 1
-                self._start_again(now)
+                self._restarted(now)
                 return
         known = stream.next_seq
         for seq, batch, content in batches:

@@ -98,7 +98,7 @@ class Subscriber:
     `events`, `replay`, `side` and `topic` are for an engine without GET /pd/events. `keys` are the cluster's keys,
     where the side socket uses them. `rank` is the data-parallel rank to follow: its ports are the engine's plus the
     rank. `worker` is the engine's name in the index, by default `url`; each rank needs its own. `on_load` is called
-    with that name and each load report.
+    with that name and each load report, `on_notice` with each answer to GET /pd/events, also that of a later life.
 
     `start` needs a running event loop; `close` stops everything and removes the worker from the index. These may be
     read at any time: `worker`, `state`, `epoch`, `load`, `load_age_s`, `counters`, and `unread`, which counts the
@@ -109,7 +109,7 @@ class Subscriber:
                  headers: Mapping[str, str] | None = None, *, events: str | None = None, replay: str | None = None,
                  side: str | None = None, topic: str = "", keys: Keys | None = None,
                  on_load: Callable[[str, m.EngineLoad], None] | None = None, rank: int = 0,
-                 worker: str | None = None) -> None:
+                 worker: str | None = None, on_notice: Callable[[EventsNotice], None] | None = None) -> None:
         self.url = url.rstrip("/")
         self.worker = self.url if worker is None else worker
         self.state = SubscriberState.SEARCHING
@@ -125,6 +125,7 @@ class Subscriber:
         self._configured = EventsNotice(events, 0, replay, topic, side) if events is not None else None
         self._keys = keys
         self._on_load = on_load
+        self._on_notice = on_notice
         self._load_at = -math.inf
         self._task: asyncio.Task | None = None
         self._loads: list[LoadFollower] = []
@@ -224,6 +225,8 @@ class Subscriber:
         notice = EventsNotice.decode(body) if answer.status == 200 else None
         if notice is None:
             self._warn(f"GET {PATH} gave status {answer.status} and no endpoints: is --kv-events-config on?")
+        elif self._on_notice is not None:
+            self._on_notice(notice)
         return notice
 
     async def _reachable(self, notice: EventsNotice) -> EventsNotice:
@@ -272,7 +275,8 @@ class Subscriber:
                 connect = None
                 if notice.replay is not None:
                     connect = lambda: _client(context, notice.replay)
-                follower = replay = ReplayFollower(connect, self, self.counters, now, self.unread)
+                follower = replay = ReplayFollower(connect, self, self.counters, now, self.unread,
+                                                   found=self._configured is None)
             for address in notice.loads:
                 socket = _client(context, address, self._keys)
                 opened.append(socket)

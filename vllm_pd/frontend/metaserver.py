@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import pydantic
 from starlette.responses import JSONResponse
 
 from vllm_pd.core.messages import Job
@@ -25,6 +26,7 @@ from vllm_pd.frontend.asgi import error_response, posts_json, read_body, receive
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+_samples = pydantic.TypeAdapter(int | None)  # as vLLM reads `n`: "2", 2.0 and true are numbers, too
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -126,8 +128,11 @@ class _NamingBody(msgspec.Struct):
 
     def is_for_several(self) -> bool:
         """Whether it asks for several samples, or for answers to several prompts: texts, or lists of token ids."""
-        if isinstance(self.n, int) and self.n > 1:
-            return True
+        try:
+            if (_samples.validate_python(self.n) or 1) > 1:
+                return True
+        except pydantic.ValidationError:  # vLLM refuses the request
+            return False
         try:
             return len(msgspec.json.decode(self.prompt, type=list[str | list[msgspec.Raw]])) > 1
         except msgspec.ValidationError:

@@ -543,7 +543,7 @@ class PrefillHandover(ABC):
     def refused(self, refusal: transfer.PeerRefusal, progress: Progress) -> None:
         """The transport could not add a peer: nothing can be written there. Its jobs are given back."""
         logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
-        self._protocol.peer_unadded(refusal.peer)
+        self._protocol.peer_unadded(refusal.peer, refusal.reason)
         attempts = [*self.computing, *self.reading, *self.queued]
         self.give_back([attempt for attempt in attempts if self._jobs[attempt].prefill.peer == refusal.peer],
                        f"the transport could not add the decode engine: {refusal.reason}", progress)

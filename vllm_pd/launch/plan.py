@@ -214,7 +214,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise ConfigError("--pd", text, "write it as key=value, like lease_s=30")
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # ValueError alone: a number of too many digits
         return key, value
 
 

@@ -3,6 +3,10 @@
 
 The subscribers feed the indexes of the workers' families (`vllm_pd.router.families`). Of a worker without events the
 router knows only what it has sent there.
+
+An engine that restarts may have another block size or another number of ranks, for which its subscribers were not made.
+So a worker is asked again when it comes up again, and when one of its subscribers gets another answer; if its answer
+differs, the subscribers are replaced.
 """
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ import aiohttp
 import msgspec
 
 from vllm_pd.events.messages import EngineLoad
+from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.subscriber import Subscriber, SubscriberState, read_whole, shared_context
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
@@ -35,8 +40,9 @@ MAX_ANSWER_BYTES = 65536
 MAX_RANKS = 1024  # data-parallel ranks of one engine
 
 
-class _EventsAnswer(msgspec.Struct):
-    """The fields of the answer to GET /pd/events that are needed here; the subscriber reads the others."""
+class _EventsAnswer(msgspec.Struct, frozen=True):
+    """The fields of the answer to GET /pd/events that are needed here; the subscriber reads the others. With other
+    values a worker needs other subscribers."""
     block_size: Annotated[int, msgspec.Meta(ge=1)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
 
@@ -66,7 +72,9 @@ class EventSubscriptions:
         for url, events, replay in (parse_events("--worker-events", value) for value in options.events):
             self._configured.setdefault(url, []).append((events, replay))
         self._subscribers: dict[str, list[Subscriber]] = {}  # one for each data-parallel rank
+        self._answers: dict[str, _EventsAnswer] = {}  # for which the subscribers were made; not of configured workers
         self._asking: dict[str, asyncio.Task] = {}
+        self._closing: set[asyncio.Task] = set()  # of subscribers that were replaced or left
         self._sweeper: asyncio.Task | None = None
         self._context = contextlib.ExitStack()
         self._context.enter_context(shared_context())  # no subscriber makes another one
@@ -86,13 +94,12 @@ class EventSubscriptions:
             load.running, load.used_blocks, load.queued_prefill_tokens))
 
     def subscribe(self, worker: RouterWorker) -> None:
-        """Subscribe to the worker's events if it has any. Does nothing where that was done before."""
-        if worker.url in self._subscribers or worker.url in self._asking:
-            return
+        """Subscribe to the worker's events if it has any. Where that was done before, ask whether it still fits."""
         if worker.url in self._configured:
-            self._subscribe(worker, self._block_size, [{"events": events, "replay": replay}
-                                                       for events, replay in self._configured[worker.url]])
-        else:
+            if worker.url not in self._subscribers:
+                self._subscribe(worker, self._block_size, [{"events": events, "replay": replay}
+                                                           for events, replay in self._configured[worker.url]])
+        elif worker.url not in self._asking:
             task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"{EVENTS_PATH} of {worker.url}")
             self._asking[worker.url] = task
             task.add_done_callback(functools.partial(self._ask_ended, worker.url))
@@ -101,11 +108,7 @@ class EventSubscriptions:
         """End the worker's subscribers and forget what it holds."""
         if (asking := self._asking.pop(worker.url, None)) is not None:
             asking.cancel()
-        subscribers = self._subscribers.pop(worker.url, None)
-        self._placer.ranks.pop(worker.url, None)
-        if subscribers is not None:
-            for subscriber in subscribers:
-                asyncio.get_running_loop().create_task(subscriber.close())
+        self._end_subscribers(worker.url)
         self._placer.forget(worker.url)
 
     async def close(self) -> None:
@@ -113,14 +116,32 @@ class EventSubscriptions:
         tasks = [*self._asking.values(), *([self._sweeper] if self._sweeper is not None else [])]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, *(one.close() for ranks in self._subscribers.values() for one in ranks),
-                             return_exceptions=True)
-        self._subscribers.clear()
+        for url in list(self._subscribers):
+            self._end_subscribers(url)
+        await asyncio.gather(*tasks, *self._closing, return_exceptions=True)
         self._context.close()
 
     def as_json(self) -> dict[str, dict[str, object]]:
         """The `events` entries of /workers, by worker URL."""
         return {url: _ranks_as_json(ranks) for url, ranks in self._subscribers.items()}
+
+    def _end_subscribers(self, url: str) -> set[asyncio.Task]:
+        """End the worker's subscribers. Returns the tasks that do it; until they have ended, the index may still lose
+        what it has of the worker."""
+        self._answers.pop(url, None)
+        self._placer.ranks.pop(url, None)
+        loop = asyncio.get_running_loop()
+        closing = {loop.create_task(one.close()) for one in self._subscribers.pop(url, [])}
+        self._closing |= closing
+        for task in closing:
+            task.add_done_callback(self._closing.discard)
+        return closing
+
+    def _on_notice(self, worker: RouterWorker, notice: EventsNotice) -> None:
+        """A subscriber has found the worker, perhaps another life of it."""
+        known = self._answers.get(worker.url)
+        if known is not None and known != _EventsAnswer(notice.block_size, notice.ranks) and not worker.leaving:
+            self.subscribe(worker)
 
     def _ask_ended(self, url: str, task: asyncio.Task) -> None:
         if self._asking.get(url) is task:
@@ -130,7 +151,8 @@ class EventSubscriptions:
                          task.get_name(), exc_info=task.exception())
 
     async def _ask(self, worker: RouterWorker) -> None:
-        """Ask the worker where its events are, until it answers that or 404, and subscribe to them."""
+        """Ask the worker where its events are, until it answers that or 404, and subscribe to them, unless that was
+        done with the same answer."""
         pause_s, longest_s = RETRY_S
         while not worker.leaving:
             try:
@@ -140,8 +162,7 @@ class EventSubscriptions:
                         return
                     body = await read_whole(response.content, MAX_ANSWER_BYTES)
                 if response.status == HTTPStatus.OK:
-                    answer = msgspec.json.decode(body, type=_EventsAnswer)
-                    self._subscribe(worker, answer.block_size, [{"rank": rank} for rank in range(answer.ranks)])
+                    await self._follow(worker, msgspec.json.decode(body, type=_EventsAnswer))
                     return
                 problem = str(response.status)
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
@@ -149,6 +170,22 @@ class EventSubscriptions:
             logger.warning("%s%s: %s; asked again in %g s", worker.url, EVENTS_PATH, problem, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
+
+    async def _follow(self, worker: RouterWorker, answer: _EventsAnswer) -> None:
+        """Subscribe to a worker that has given this answer, unless that was done with the same answer."""
+        known = self._answers.get(worker.url)
+        if answer == known:
+            return
+        if known is not None:
+            logger.info("%s has restarted with block size %d and %d ranks, before %d and %d: its events are read anew",
+                        worker.url, answer.block_size, answer.ranks, known.block_size, known.ranks)
+        if closing := self._end_subscribers(worker.url):
+            await asyncio.wait(closing)
+        if not worker.leaving:
+            self._answers[worker.url] = answer
+            on_notice = functools.partial(self._on_notice, worker)
+            self._subscribe(worker, answer.block_size, [{"rank": rank, "on_notice": on_notice}
+                                                        for rank in range(answer.ranks)])
 
     def _subscribe(self, worker: RouterWorker, block_size: int | None, ranks: list[dict[str, Any]]) -> None:
         """`ranks` has, for each data-parallel rank, the `Subscriber` arguments that say where its events are."""

@@ -68,7 +68,7 @@ def _split(key: str, value: Any, schemes: tuple[str, ...], example: str, *, any_
     host, colon, port_text = rest.rpartition(":")
     if scheme not in schemes or not separator or not colon or not host:
         raise ConfigError(key, value, cure)
-    if not (port_text.isascii() and port_text.isdigit()) and not (any_port and port_text == "*"):
+    if not re.fullmatch("[0-9]{1,9}", port_text) and not (any_port and port_text == "*"):
         raise ConfigError(key, value, f"its port is not a number: {cure}")
     port = 0 if port_text == "*" else int(port_text)
     if not (0 if any_port else 1) <= port <= 65535:

@@ -30,6 +30,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed, recency
 
 READ_BYTES = 256 << 10  # read, then summed while it is in the cache
+START_S = 60.0  # how long the disk may take to answer at the start
 SHARE = 16  # a process writes 1 / SHARE of the limit before it looks at the folder again
 FOLDER = "vllm-pd-store"
 _PARTIAL = ".part-"
@@ -77,8 +78,8 @@ class FileTier:
 
     def __init__(self, folder: str | os.PathLike, limit_bytes: int, block_bytes: int):
         """Use or make our folder in `folder`. All processes together keep it below `limit_bytes` if at most two of them
-        write; each further one may add 1 / SHARE of it. Raises ConfigError for a folder that can't be written or is
-        another user's, or where not SHARE blocks of `block_bytes` bytes fit."""
+        write; each further one may add 1 / SHARE of it. Raises ConfigError for a folder that can't be written, is
+        another user's or does not answer within START_S, or where not SHARE blocks of `block_bytes` bytes fit."""
         if limit_bytes < SHARE * (block_bytes + HEADER_BYTES):
             raise ConfigError("file_gib", round(limit_bytes / 2**30, 6), f"a block has {block_bytes} bytes: give at "
                               f"least {SHARE * (block_bytes + HEADER_BYTES) / 2**30:.6f}")
@@ -87,6 +88,25 @@ class FileTier:
         self._unseen_bytes = limit_bytes  # written since this process has looked at the folder; at first it must
         self._mutex = threading.Lock()
         self._numbers = itertools.count()
+        faults: list[BaseException] = []
+
+        def prepare() -> None:
+            try:
+                self._prepare(folder)
+            except BaseException as fault:
+                faults.append(fault)
+
+        # In a thread, because nothing interrupts a call on a disk that hangs. It ends with this process.
+        thread = threading.Thread(target=prepare, name="pd-store-folder", daemon=True)
+        thread.start()
+        thread.join(START_S)
+        if thread.is_alive():
+            raise ConfigError("file_folder", str(folder), f"its disk has not answered within {START_S:g} s: repair or "
+                              "unmount it, or choose a folder on a local disk")
+        if faults:
+            raise faults[0]
+
+    def _prepare(self, folder: str | os.PathLike) -> None:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.lstat()

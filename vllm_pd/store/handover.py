@@ -36,15 +36,12 @@ if TYPE_CHECKING:
     from vllm_pd.store.connector import PDStoreConnector
 
 LOADS_S = 10.0  # how long a reset of the prefix cache waits for loads
-COUNT_S = 1.0  # how long it counts what the store was found to have of a request, which V1 asks for in each step
 
 
 class OfferedLoad(NamedTuple):
-    """What `match` has answered: the prefix hit, and the tokens after it that are in the store. It is not counted anew
-    until `until_s`."""
+    """What `match` has answered: the prefix hit, and the tokens after it that are in the store."""
     cached_tokens: int
     tokens: int
-    until_s: float
 
 
 @dataclass
@@ -77,18 +74,16 @@ class HandoverWithStore(EngineHandover):
     def match(self, request: Request, cached_tokens: int) -> int | None:
         """As without the store, but what that has comes first. None also while these blocks are loaded for another
         request, whose hit they are to be; what is loaded for one that is gone will be nobody's."""
-        offer, now = self._offers.pop(request.request_id, None), time.monotonic()
+        self._offers.pop(request.request_id, None)
         first = self._first_name(request, cached_tokens)
         if first is not None and any(load.first == first and not load.request.is_finished()
                                      for load in self._loads.values()):
             return None
-        if first is not None and (offer is None or offer.cached_tokens != cached_tokens or now >= offer.until_s):
-            tokens, _ = self._store.get_num_new_matched_tokens(request, cached_tokens)
-            offer = OfferedLoad(cached_tokens, tokens, now + COUNT_S)
-        if first is None or not offer.tokens:
+        tokens, _ = (0, False) if first is None else self._store.get_num_new_matched_tokens(request, cached_tokens)
+        if not tokens:
             return super().match(request, cached_tokens)
-        self._offers[request.request_id] = offer
-        return offer.tokens
+        self._offers[request.request_id] = OfferedLoad(cached_tokens, tokens)
+        return tokens
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, remote_tokens: int) -> None:
         """The request has these blocks; it is being parked where `remote_tokens` is more than 0."""

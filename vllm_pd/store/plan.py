@@ -2,14 +2,19 @@
 """What an engine's scheduler asks of the store, pure: which blocks of a request to load, and which to put after a step.
 
 Life of a request here: it is `added`; each time that it could start, `loadable_tokens` tells how much of it the store
-has. When it has its blocks, `loads` names them for the workers, which load all of them or report that they failed: then
-the request starts anew and is not offered a load again. After each step `puts` names the blocks that this step filled.
+has. V1 asks that about the head of its queue in each step, and to look up all its blocks takes long; so what was found
+counts for COUNT_S seconds. When it has its blocks, `loads` names them for the workers, which load all of them or report
+that they failed: then the request starts anew and is not offered a load again. After each step `puts` names the blocks
+that this step filled.
 """
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+COUNT_S = 1.0
 
 
 class NamedBlock(NamedTuple):
@@ -18,8 +23,17 @@ class NamedBlock(NamedTuple):
     block_id: int
 
 
+class _Found(NamedTuple):
+    """What the store was found to have, at `at_s`, of a request of `tokens` tokens after its `computed_tokens`."""
+    tokens: int
+    computed_tokens: int
+    loadable_tokens: int
+    at_s: float
+
+
 @dataclass
 class _Tracked:
+    found: _Found | None = None
     put_blocks: int = 0  # of its first blocks, how many are in the store as far as is known
     first_load: int = 0  # the block that a load begins with
     loaded: range = range(0)  # the blocks of its load, unless that failed: the store has them
@@ -29,11 +43,13 @@ class _Tracked:
 class StorePlan:
     """The requests of one engine. All counts are in tokens or blocks, from the beginning of the request."""
 
-    def __init__(self, block_size: int, contains: Callable[[bytes], bool], late_blocks: int) -> None:
+    def __init__(self, block_size: int, contains: Callable[[bytes], bool], late_blocks: int,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         """`block_size` in tokens. `contains`: whether the store seems to have a block with this name. `late_blocks`: of
         those that earlier steps could have put, how many are put with one step."""
         self._block_size = block_size
         self._contains = contains
+        self._clock = clock
         self._late_blocks = self._late_left = late_blocks
         self._requests: dict[str, _Tracked] = {}
 
@@ -67,12 +83,18 @@ class StorePlan:
         the request's `tokens` tokens, which is always computed. `names`: those of the request's full blocks."""
         if self.first_name(request_id, names, tokens, computed_tokens) is None:
             return 0
+        tracked, now = self._requests[request_id], self._clock()
+        known = tracked.found
+        if (known is not None and known[:2] == (tokens, computed_tokens) and known.loadable_tokens
+                and now - known.at_s < COUNT_S):
+            return known.loadable_tokens
         first, last = computed_tokens // self._block_size, (tokens - 1) // self._block_size
         found = first
         while found < min(last, len(names)) and self._contains(names[found]):
             found += 1
-        self._requests[request_id].first_load = first
-        return (found - first) * self._block_size
+        tracked.first_load = first
+        tracked.found = _Found(tokens, computed_tokens, (found - first) * self._block_size, now)
+        return tracked.found.loadable_tokens
 
     def loads(self, request_id: str, names: Sequence[bytes], block_ids: Sequence[int],
               tokens: int) -> list[NamedBlock]:

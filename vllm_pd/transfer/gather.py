@@ -260,6 +260,11 @@ class GatheredTransfer:
         return self._own.moving
 
     @property
+    def youngest_s(self) -> float:
+        """`TransferWorker.youngest_s` of rank 0."""
+        return self._own.youngest_s
+
+    @property
     def busy(self) -> bool:
         """`TransferWorker.busy` of rank 0."""
         return self._own.busy
@@ -286,7 +291,7 @@ class RankTransfers:
     """Has the interface of `TransferWorker`, for a V1 engine, none of whose ranks has its transfers in this process.
     `connections` are the sockets to all ranks, by rank. This object owns them."""
 
-    moving = False  # the ranks' threads poll
+    moving, youngest_s = False, 0.0  # the ranks' threads poll
 
     def __init__(self, connections: dict[int, PacketSocket]) -> None:
         self._ranks = RankConnections(connections)

@@ -109,7 +109,7 @@ class NixlTransport:
         self._caches = caches
         self._cache = description
         self._agent: NixlAgent | None = NixlAgent(name, progress_thread)
-        self._polls_alone = not progress_thread
+        self.needs_polls = not progress_thread
         self._meeting = False  # whether a peer was added since the last poll
         self._registered = self._agent.register([(address, size, description.device_id)
                                                  for address, size in regions(caches)], description.memory)
@@ -152,7 +152,7 @@ class NixlTransport:
                 _quietly(agent.remove_peer, loaded)
             raise
         self._peers[name] = _NixlPeer(metadata, theirs.cache, lanes, lists, runs)
-        self._meeting = self._polls_alone
+        self._meeting = self.needs_polls
 
     def drop_peer(self, name: str) -> None:
         """See Transport."""

@@ -45,6 +45,11 @@ class SlowTransport:
         self._started_s: dict[str, float] = {}
         self._given_up: dict[str, str] = {}
 
+    @property
+    def needs_polls(self) -> bool:
+        """See Transport. The emulated wire itself may be looked at late."""
+        return self.transport.needs_polls
+
     def metadata(self) -> bytes:
         """See Transport."""
         return self.transport.metadata()

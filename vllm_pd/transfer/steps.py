@@ -110,6 +110,11 @@ class StepOrderedTransfer:
         return bool(self._waiting) or self._transfer.moving
 
     @property
+    def youngest_s(self) -> float:
+        """How long the youngest open transfer has been open; 0 while one waits for its step."""
+        return 0.0 if self._waiting else self._transfer.youngest_s
+
+    @property
     def busy(self) -> bool:
         """Whether `take_progress` must be called again, even without another request."""
         return bool(self._waiting or self._failed) or self._transfer.busy

@@ -23,11 +23,13 @@ from vllm_pd.transfer.requests import Read, TransferProgress, TransferRequest, W
 
 logger = logging.getLogger("vllm.pd")
 
-# The pause between two polls while a transfer is open. Its end must be seen within 2 ms.
+# The pause between two polls while a transfer is open: see `longest_pause_s`.
 POLL_MIN_S = 0.0002
 POLL_MAX_S = 0.001
 POLL_GROWTH = 1.2
-IDLE_POLL_S = 0.02  # while no transfer is open, but a connection is being set up or the socket to the engine is full
+LATE_SHARE = 0.02
+# The longest one; also that while none is open, but a connection is being set up or the socket to the engine is full.
+IDLE_POLL_S = 0.02
 ERROR_PAUSE_S = 1.0  # after an unexpected error
 CLOSE_S = 5.0  # how long `close` waits for the thread
 
@@ -55,6 +57,10 @@ class Transfers(Protocol):
         """Whether a transfer is open."""
 
     @property
+    def youngest_s(self) -> float:
+        """How long the youngest open transfer has been open. 0 if it moves only while it is polled, or waits."""
+
+    @property
     def busy(self) -> bool:
         """Whether `take_progress` must be called again, even without another request."""
 
@@ -79,6 +85,13 @@ class ThreadOwner(Protocol):
 
 def no_context() -> None:
     """The default `enter`: the CPU has no context that a thread must enter."""
+
+
+def longest_pause_s(youngest_s: float) -> float:
+    """The longest pause before the next poll while the youngest open transfer is so old. The end of a short transfer is
+    seen within 2 ms, that of a long one LATE_SHARE of its time late at most, and within IDLE_POLL_S. So a transfer that
+    lasts, as to a peer that stands still, costs next to nothing."""
+    return min(max(POLL_MAX_S, LATE_SHARE * youngest_s), IDLE_POLL_S)
 
 
 class TransferThread:
@@ -188,7 +201,8 @@ class TransferThread:
             progress = self._transfers.take_progress()
         delivered = self._owner.deliver(progress)
         if self._transfers.moving:
-            return POLL_MIN_S if pause_s is None else min(POLL_GROWTH * pause_s, POLL_MAX_S)
+            most_s = longest_pause_s(self._transfers.youngest_s)
+            return POLL_MIN_S if pause_s is None else min(POLL_GROWTH * pause_s, most_s)
         return IDLE_POLL_S if self._transfers.busy or not delivered else None
 
     def _wait(self, pause_s: float | None, filenos: list[int]) -> set[int]:

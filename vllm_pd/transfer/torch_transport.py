@@ -67,6 +67,8 @@ class TorchTransport:
     the address `host`. With `receives` peers may write into the caches. Raises TransferError for a cache that is not in
     the host's memory, and OSError if it can't listen."""
 
+    needs_polls = False  # it has threads of its own
+
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription, host: str,
                  receives: bool = True, limits: LinkLimits = DEFAULT_LIMITS) -> None:
         if description.memory is not Memory.DRAM:

@@ -91,7 +91,10 @@ class TransportProgress(msgspec.Struct):
 
 
 class Transport(Protocol):
-    """One rank's end of the KV transfer. Block ids count from 0 in the rank's own cache."""
+    """One rank's end of the KV transfer. Block ids count from 0 in the rank's own cache. `needs_polls`: whether data
+    moves only while `poll` runs, so that a rare `poll` is a slow transfer."""
+
+    needs_polls: bool
 
     def metadata(self) -> bytes:
         """The metadata that a peer needs to write into our cache."""

@@ -54,7 +54,7 @@ class TransferWorker:
         self._clock = clock
         self._unsettled_s = 0.0
         self._polled_at = -math.inf
-        self._open: set[str] = set()
+        self._open: dict[str, float] = {}  # when it was opened; the youngest is the last one
         self._finished: list[Finished] = []
         self._refused: list[PeerRefusal] = []
 
@@ -89,7 +89,8 @@ class TransferWorker:
             self._polled_at = now
         finished, self._finished = self._finished + progress.finished, []
         refused, self._refused = self._refused, []
-        self._open.difference_update(end.key for end in progress.finished)
+        for end in progress.finished:
+            self._open.pop(end.key, None)
         return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
 
     @property
@@ -101,6 +102,13 @@ class TransferWorker:
     def moving(self) -> bool:
         """Whether a write or a read is open."""
         return bool(self._open)
+
+    @property
+    def youngest_s(self) -> float:
+        """How long the youngest open transfer has been open; 0 without one, or if they move only while polled."""
+        if not self._open or self.transport.needs_polls:
+            return 0.0
+        return self._clock() - next(reversed(self._open.values()))
 
     @property
     def settling(self) -> bool:
@@ -134,11 +142,11 @@ class TransferWorker:
         except Exception as error:
             logger.exception("unexpected error in %s %s with %s", kind, request.key, request.peer)
             if self.transport.is_open(request.key):
-                self._open.add(request.key)  # bytes may land, so only the transport knows its end
+                self._open[request.key] = self._clock()  # bytes may land, so only the transport knows its end
             else:
                 self._finished.append(Finished(key=request.key, ok=False, error=repr(error)))
         else:
-            self._open.add(request.key)
+            self._open[request.key] = self._clock()
 
     def _add_peer(self, request: AddTransferPeer) -> None:
         try:

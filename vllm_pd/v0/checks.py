@@ -48,8 +48,14 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
 
 def check_windows(config: VllmConfig) -> None:
     """No layer may have a sliding window. Where some have one, V0 keeps the KV of all tokens, but its attention on the
-    CPU has no window after a prefix, which is what a remote prefill is, and others were not tried."""
-    window = getattr(config.model_config.hf_text_config, "interleaved_sliding_window", None)
+    CPU has no window after a prefix, which is what a remote prefill is, and others were not tried. vLLM makes this
+    field of a window and a pattern, unless the window is disabled; but a model's own configuration may have it, too."""
+    model = config.model_config
+    window = getattr(model.hf_text_config, "interleaved_sliding_window", None)
+    if window is not None and model.disable_sliding_window:
+        raise ConfigError("interleaved_sliding_window", window, "use V1, or serve another model: "
+                          "--disable-sliding-window does not reach a window that the model's own configuration has for "
+                          "some layers, which was not tried on V0")
     if window is not None:
         raise ConfigError("sliding_window", window, "add --disable-sliding-window, or use V1: a window in some layers "
                           "was not tried on V0")

@@ -146,7 +146,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_model(config)
     check_v1_layers(config)
     check_parallel(config)
-    check_executor(config)
+    check_executor(config, ours.role.prefills)
     check_stages(config)
     check_memory()
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:

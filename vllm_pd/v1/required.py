@@ -192,6 +192,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
         Required("ParallelConfig.nnodes", "refused above 1"), Required("ParallelConfig.enable_elastic_ep", "refused"),
         Required("ParallelConfig.enable_fault_tolerance", "refused"),
+        Required("ParallelConfig.data_parallel_rank_local", "set without a server, and then refused"),
         Required("ParallelConfig._api_process_count", "whether the server has several processes"),
     ),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": (
