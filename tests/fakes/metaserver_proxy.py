@@ -32,20 +32,23 @@ class LoopThread:
 
 
 class MetaserverProxy:
-    """It keeps each body by the id that D will have for it. When D has posted, it sends the body to all of `producers`,
-    and then answers the post. `answer`: the status of the metaserver, in place of that. `change` is applied to what P
-    gets, `handle` may take the place of the metaserver. `posts` and `answers` are what D posted and P answered."""
+    """It gives requests to `decodes` in turn, and keeps each body by the id that D will have for it. When D has posted,
+    it sends the body to all of `producers`, and then answers the post. `key`: that of the engines, if they have one.
+    `answer`: the status of the metaserver, in place of that. `change` is applied to what P gets, `handle` may take the
+    place of the metaserver. `posts` and `answers` are what Ds posted and Ps answered."""
 
-    def __init__(self, loop: LoopThread, decode: str = "") -> None:
+    def __init__(self, loop: LoopThread, key: str = "") -> None:
         self.port = take_free("127.0.0.1")
         self.base = f"http://127.0.0.1:{self.port}"
         self.url = self.base + "/v1/metaserver"
-        self.decode = decode
+        self.decodes = []
         self.posts, self.answers, self.answer, self.producers = [], [], None, []
         self.change = lambda params: params
         self.handle = self._metaserver
         self.strayed = 0
         self._bodies = {}
+        self._turns = 0
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._loop = loop
         app = web.Application(client_max_size=1 << 24)
         app.router.add_post("/v1/metaserver", lambda request: self.handle(request))
@@ -67,8 +70,10 @@ class MetaserverProxy:
         body, drawn = await request.json(), str(uuid.uuid4())
         self._bodies[f"chatcmpl-{drawn}" if "messages" in body else f"cmpl-{drawn}-0"] = request.path, dict(body)
         body["kv_transfer_params"] = {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": self.url}
+        decode = self.decodes[self._turns % len(self.decodes)]
+        self._turns += 1
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as session, session.post(
-                f"{self.decode}{request.path}", json=body, headers={"X-Request-Id": drawn}) as answer:
+                decode + request.path, json=body, headers={"X-Request-Id": drawn, **self._headers}) as answer:
             return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
 
     async def _metaserver(self, request: web.Request) -> web.Response:
@@ -88,7 +93,7 @@ class MetaserverProxy:
         """P's answer; that of the last try where P is gone."""
         for _ in range(TRIES):
             try:
-                async with session.post(url, json=body) as answer:
+                async with session.post(url, json=body, headers=self._headers) as answer:
                     return answer.status, await answer.json()
             except aiohttp.ClientError as error:
                 gone = str(error)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """B102, every interleaving of a P that holds a prompt and a D that reads it, up to a depth (`explorer.holds`).
 
-After each step: P keeps the blocks that a read may take bytes from, D those that a read may fill; a request gets the KV
-of its own prompt or none; an attempt and a hold end once. From each state on, once nothing goes wrong any more, all
-ends and nobody holds anything. Then the same with one thing left out, which must be found.
+After each step: P keeps the blocks that a read may take bytes from, and its connection to the D that reads; D keeps the
+blocks that a read may fill; a request gets the KV of its own prompt or none; an attempt and a hold end once. From each
+state on, once nothing goes wrong any more, all ends and nobody holds anything, also where the registry does not list D
+any more. Where it does, the two have met in the end. Then the same with one thing left out, which must be found.
 """
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from vllm_pd.core import messages as m
 from vllm_pd.core.actions import HoldEnd, Released
 from vllm_pd.core.hold_reads import HoldReads, ReadState
 from vllm_pd.core.holds import Holds
+from vllm_pd.core.prefill import PrefillProtocol
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,16 @@ CASES = [
     HoldCase("hold: a read fails, and lands later", HoldScene("AA", pauses=2, aborts=1, drifts=1, kills=1), 10, 5_000),
     HoldCase("hold: P comes back with another one", HoldScene("A", pauses=3, aborts=1, kills=1, reborn=True), 11,
              2_000),
+    HoldCase("hold: P believes D gone while it reads, and meets it again",
+             HoldScene("AA", pauses=1, aborts=1, losses=2), 9, 5_000),
+    HoldCase("hold: the two are parted by a read, P believes D gone, and meets it again",
+             HoldScene("AA", pauses=1, losses=1, drifts=1, kills=1, reborn=True), 9, 5_000),
+    HoldCase("hold: the two are parted by a write while D reads, P believes D gone, and meets it again",
+             HoldScene("AA", pauses=1, aborts=1, losses=1, partings=1), 9, 5_000),
+    HoldCase("hold: D believes P gone while it reads, or forgets it, and P greets it again",
+             HoldScene("AA", pauses=1, aborts=1, losses=1, false_deaths=1, strangers=1), 8, 5_000),
+    HoldCase("hold: D is killed while it reads, and comes back",
+             HoldScene("AA", pauses=1, aborts=1, kills=1, reborn_reader=True), 9, 5_000),
 ]
 
 
@@ -134,6 +146,37 @@ class TrustsErrors(HoldReads):
         return self.ended(attempt, error)
 
 
+class TakesSilenceForDeath(PrefillProtocol):
+    """A D that nothing was heard of reads nothing any more."""
+
+    def peer_lost(self, now, incarnation):
+        return self.holds.peer_dead(incarnation) + super().peer_lost(now, incarnation)
+
+
+class DropsReaders(PrefillProtocol):
+    """A D that is gone is dropped, whatever it reads."""
+
+    def _drop_idle(self, now, incarnation):
+        return self._peering.drop_if_leaving(now, incarnation)
+
+
+class MeetsOnce(PrefillProtocol):
+    """A D that the registry lists again while it still reads is not met again."""
+
+    def _drop_idle(self, now, incarnation):
+        peer = self._peering.find(incarnation)
+        if peer is not None:
+            peer.wanted = False
+        return super()._drop_idle(now, incarnation)
+
+
+class ForgetsAtOnce(HoldReads):
+    """D's ranks forget a P that is gone, whatever they read from it."""
+
+    def peers(self):
+        return set()
+
+
 REUSES, OTHER = "P reuses blocks", "the KV of another prompt"
 REBORN = HoldScene(kills=1, reborn=True)
 BROKEN = {  # what is broken, the scene, how deep, what is found
@@ -148,6 +191,13 @@ BROKEN = {  # what is broken, the scene, how deep, what is found
     "a question is answered while the read stops": ({"reads": AnswersWhileItStops}, HoldScene(pauses=3, aborts=1), 12,
                                                     REUSES),
     "an error taken for the end of the read": ({"reads": TrustsErrors}, HoldScene(drifts=1), 10, "D reuses blocks"),
+    "D is silent, and P takes it for dead": ({"prefill": TakesSilenceForDeath}, HoldScene(losses=1), 8, REUSES),
+    "P drops a D that reads": ({"prefill": DropsReaders}, HoldScene(losses=1), 8, "P drops a D"),
+    "P does not meet the D again that it stopped believing in": ({"prefill": MeetsOnce}, HoldScene(losses=1), 8,
+                                                                "never ends"),
+    "D's ranks forget a P that they read from": ({"reads": ForgetsAtOnce}, HoldScene(false_deaths=1), 8, "forget a P"),
+    "a P that lives is taken for dead after a read that failed": ({"false_deaths": 1}, HoldScene(drifts=1), 8,
+                                                                 "D reuses blocks"),
     "D's blocks before the read has ended": ({"reads": ReleasesEarly}, HoldScene(aborts=1), 10, "D reuses blocks"),
 }
 

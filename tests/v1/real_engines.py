@@ -20,6 +20,7 @@ QUEUE = re.compile(r"/dev/shm/(psm_\w+)")  # a message queue of vLLM between Eng
 START_S = 600.0
 ANSWER_S = 600.0
 LABELS = ("model_name", "engine")  # the same in all samples
+USAGE = "vllm:kv_cache_usage_perc"  # the share of its blocks that somebody has
 _FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
@@ -111,7 +112,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
             from prometheus_client import REGISTRY
             connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k not in LABELS)}":
                              sample.value for family in REGISTRY.collect() for sample in family.samples
-                             if sample.name.startswith("vllm:pd_")})
+                             if sample.name.startswith("vllm:pd_") or sample.name == USAGE})
         else:
             llm.llm_engine.engine_core.shutdown()
             os._exit(0)
@@ -163,6 +164,12 @@ class RealEngine:
     def figures(self) -> dict[str, float]:
         self._connection.send(("figures", ))
         return self._receive(ANSWER_S)
+
+    def used(self) -> float:
+        """Which share of its blocks somebody has, a client, a job or a fence. It computes a token first: figures come
+        with steps."""
+        self.generate([[7, 8, 9]], 1)
+        return self.figures()[f"{USAGE}:"]
 
     def computed_tokens(self) -> int:
         """How many tokens its steps have computed, for whomever."""

@@ -86,14 +86,15 @@ class Loop:
         except BaseException as error:
             self.error = error
 
-    def add(self, request_id: str, token_ids: list[int], tokens: int = 4):
-        """As a client does: through the queue."""
+    def add(self, request_id: str, token_ids: list[int], tokens: int = 4, wave: int | None = None):
+        """As a client does: through the queue. `wave`: the last one that its front end knows."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
         self.engine.prompts[request_id], self.engine.wanted[request_id] = token_ids, tokens
         request = Request(request_id, list(token_ids), SamplingParams(max_tokens=tokens, temperature=0,
                           ignore_eos=True), None, block_hasher=self.engine.hasher)
-        self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, self.core.current_wave)))
+        wave = self.core.current_wave if wave is None else wave
+        self.core.input_queue.put_nowait((EngineCoreRequestType.ADD, (request, wave)))
 
     def wait(self, holds) -> None:
         deadline = time.monotonic() + WAIT_S

@@ -353,12 +353,18 @@ def test_b94_an_engine_with_parked_requests_only_makes_no_step(engine):
     end(engine)
 
 
-def test_b94_a_resume_starts_a_wave_and_parking_does_not(engine):
+def test_b94_a_resume_starts_a_wave_and_a_new_request_joins_the_one_that_is_started_for_it(engine):
+    """Once, and not while it is parked."""
     parked(engine)
-    assert engine.access.waves == 0
+    assert engine.access.waves == 1
+    engine.access.engines_running = False  # all ranks have made a dummy pass
+    for _ in range(10):
+        engine.access.wake()
+        assert not engine.scheduler.has_requests()
+    assert engine.access.waves == 1
     engine.prefilled("a")
     end(engine)
-    assert engine.access.waves == 1
+    assert engine.access.waves == 2
 
 
 def test_b90_samples_of_one_prompt_share_its_prefill(engine):

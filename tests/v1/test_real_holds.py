@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B102 with real V1 engines over NIXL, asked as upstream's toy proxy server asks: P first, then D with P's answer."""
+"""B102 with real V1 engines over NIXL, asked as upstream's toy proxy server asks: P first, then D with P's answer.
+Several ranks or stages: by hand, `heavy`.
+"""
 import random
 import signal
 import time
@@ -26,10 +28,22 @@ def broker():
     broker.stop()
 
 
+def shape(stages: int, ranks: int) -> dict[str, int]:
+    """The arguments of an engine of so many stages, and ranks in each."""
+    return {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks, "kv_cache_memory_bytes": 128 << 20}
+
+
+UNEQUAL = {"2to1": (shape(1, 2), shape(1, 1)), "1to2": (shape(1, 1), shape(1, 2)), "2to2": (shape(1, 2), shape(1, 2)),
+           "2x2to1": (shape(2, 2), shape(1, 1)), "1to2x1": (shape(1, 1), shape(2, 1))}
+
+
 @pytest.fixture
-def pair(logs, mono, broker):
-    p = RealEngine("kv_producer", logs / "holds_p.log", broker.url, SETTINGS)
-    d = RealEngine("kv_consumer", logs / "holds_d.log", broker.url, SETTINGS)
+def pair(logs, mono, broker, request):
+    """P and D. `request.param`: their arguments. With those, a hold lasts longer: several ranks are slow here."""
+    ours, theirs = getattr(request, "param", ({}, {}))
+    settings = {**SETTINGS, "hold_s": 60.0} if ours else SETTINGS
+    p = RealEngine("kv_producer", logs / "holds_p.log", broker.url, settings, **ours)
+    d = RealEngine("kv_consumer", logs / "holds_d.log", broker.url, settings, **theirs)
     p.ready()
     d.ready()
     warm = prompts(0, (300, ))
@@ -147,3 +161,32 @@ def test_b102_b23_d_stands_still_then_dies_with_a_claim(mono, pair):
     d.kill()
     wait_for(lambda: not held(p) and events(p, "lost"), "P keeps blocks for a dead D")
     assert p.generate(long, TOKENS) == mono.generate(long, TOKENS)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("pair", UNEQUAL.values(), ids=UNEQUAL, indirect=True)
+def test_b102_b44_b101_a_hold_between_engines_of_other_ranks(mono, pair):
+    """Each prompt is read, also one whose beginning D has. Then P is killed while D reads. B20: all blocks are back."""
+    p, d = pair
+    before = done(d)
+    for one in prompts(20, LENGTHS):
+        assert through(p, d, [one]) == mono.generate([one], TOKENS), len(one)
+    many = prompts(21, (300, 500, 700, 900))
+    assert through(p, d, many) == mono.generate(many, TOKENS)
+    first = prompts(22, (512, ))[0]
+    second = first[:256] + prompts(23, (200, ))[0]
+    for one in (first, second):
+        assert through(p, d, [one]) == mono.generate([one], TOKENS)
+    read = len(LENGTHS) + len(many) + 2
+    assert done(d) == before + read, "some were not read"
+    at_rest(p, d)
+    assert events(p, "done") >= read and not events(p, "lost")
+    for engine in pair:
+        wait_for(lambda engine=engine: not engine.used(), "blocks are left over")
+    last = prompts(24, (1900, 1800, 1700))
+    right, params = mono.generate(last, TOKENS), hold(p, last)
+    d.ask(last, TOKENS, [extra(one) for one in params])
+    p.kill()
+    assert [tokens for tokens, _ in d.answer()] == right
+    wait_for(lambda: not d.used(), "blocks of reads from a dead P are never free")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines with pipeline stages: tokens as one stock engine says them (B1, B5, B21, B22, B25, B44, B101). By
-hand: `heavy`.
+"""Real V1 engines with pipeline stages, also of several ranks each: tokens as one stock engine says them (B1, B5, B20,
+B21, B22, B25, B44, B101). By hand: `heavy`.
 """
 import random
 import signal
@@ -22,14 +22,18 @@ def quarantined(engine: RealEngine) -> float:
     return engine.figures().get("vllm:pd_quarantined_blocks:", 0)
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2)], ids=["2to1", "1to2", "2to2"])
+SHAPES = ["2to1", "1to2", "2to2", "2x2to1x2", "2x1to2x2"]  # of P and D: stages, or stages x ranks of each
+
+
+@pytest.fixture(scope="module", params=SHAPES)
 def pair(logs, mono, request):
-    """P and D of so many stages."""
+    """P and D of such a shape."""
     broker, engines = BrokerProcess(), []
     try:
-        for role, stages in zip(("kv_producer", "kv_consumer"), request.param, strict=True):
-            log = logs / f"{role}.{request.param_index}.log"
-            engines.append(RealEngine(role, log, broker.url, SETTINGS, pipeline_parallel_size=stages,
+        for role, shape in zip(("kv_producer", "kv_consumer"), request.param.split("to"), strict=True):
+            stages, _, ranks = shape.partition("x")
+            engines.append(RealEngine(role, logs / f"{role}.{request.param}.log", broker.url, SETTINGS,
+                                      pipeline_parallel_size=int(stages), tensor_parallel_size=int(ranks or 1),
                                       kv_cache_memory_bytes=128 << 20))
             engines[-1].ready()
         p, d = engines
@@ -42,14 +46,18 @@ def pair(logs, mono, request):
 
 
 def test_b1_b44_b101_tokens_are_those_of_one_stock_engine(mono, pair):
-    """One at a time, then many at once, so that several batches are in flight while prompts are handed over."""
-    _, d = pair
+    """One at a time, then many at once, so that several batches are in flight while prompts are handed over. B20: all
+    blocks are back in the end."""
+    p, d = pair
     before = done(d)
     for one in prompts(1, LENGTHS):
         assert d.generate([one]) == mono.generate([one]), len(one)
     assert done(d) >= before + 6
     many = prompts(2, [random.Random(3).randrange(20, 600) for _ in range(16)])
     assert d.generate(many, 20) == mono.generate(many, 20)
+    for engine in pair:
+        wait_for(lambda engine=engine: not engine.used(), "blocks are left over")
+    assert p.figures().get("vllm:pd_jobs_total:", 0) >= done(d) - before
 
 
 def test_b5_b101_a_prefix_that_d_has_is_read(mono, pair):
@@ -86,5 +94,9 @@ def test_b22_b101_p_is_stopped_past_its_lease(mono, pair):
     assert [tokens for tokens, _ in d.answer()] == right
 
 
-def test_b21_b101_p_is_killed_and_d_answers_by_itself(mono, pair):
+def test_b20_b21_b101_p_is_killed_and_d_answers_by_itself(mono, pair):
+    _, d = pair
+    failed = d.figures().get("vllm:pd_attempts_total:failed", 0)
     check_killed(mono, pair)
+    assert d.figures().get("vllm:pd_attempts_total:failed", 0) > failed, "it had no job"
+    wait_for(lambda: not d.used(), "blocks are left over")

@@ -78,9 +78,8 @@ class EngineHandover(HandoverEngine):
                                  scheduler.cache_config.num_gpu_blocks, metrics,
                                  transfer.execute if self.prefill_jobs is None
                                  else self.prefill_jobs.append_requests)
-        self._step = 0
-        self._processed_step = 0
-        self._brings_kv = False
+        self._step = self._processed_step = 0
+        self._brings_kv = self._has_new = False
         self._look_due = 0.0
         if config.is_two_sided:
             self.remote_prefills.send_grants = transfer.execute
@@ -148,6 +147,7 @@ class EngineHandover(HandoverEngine):
         """A request has come, maybe one that has its turn among the jobs. Further input of a session, and its end, come
         as requests of their own with the session's id, and V1 does not schedule these."""
         self.changed()
+        self._has_new = True
         if (self.prefill_jobs is not None and self._scheduler.requests.get(request.request_id) is request
                 and can_go_remote(request)
                 and self.holds.has_turn(request.sampling_params.extra_args)):
@@ -180,10 +180,11 @@ class EngineHandover(HandoverEngine):
         """This step was scheduled. `throttled`: it was not to begin prefills."""
         scheduler, tokens = self._scheduler, output.total_num_scheduled_tokens
         self.remote_prefills.scheduled()
-        if tokens:
+        if tokens or (self._has_new and self._access.takes_requests):  # the other ranks may have begun a step for it
             self._access.start_wave()
-            if self._timer is not None:
-                self._timer.began(time.monotonic(), self._step, output.num_scheduled_tokens.values())
+        self._has_new = False
+        if tokens and self._timer is not None:
+            self._timer.began(time.monotonic(), self._step, output.num_scheduled_tokens.values())
         self.stalled = bool(not tokens and not throttled and not scheduler.running and scheduler.ec_connector is None
                             and (len(self.fence) or self.remote_prefills.parked_ids())
                             and not scheduler.awaits_grammar())

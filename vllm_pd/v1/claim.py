@@ -98,8 +98,7 @@ def claim(config: VllmConfig) -> None:
         ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
         check_config(config, ours)
         # A copy: the user's may be used for another engine.
-        config.kv_transfer_config = dataclasses.replace(
-            transfer, kv_role="kv_both", kv_load_failure_policy="recompute",
+        config.kv_transfer_config = dataclasses.replace(transfer, kv_role="kv_both", kv_load_failure_policy="recompute",
             kv_connector_module_path=None if ours.store is None else STORE_MODULE, kv_connector_extra_config={
                 **transfer.kv_connector_extra_config,
                 OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}})

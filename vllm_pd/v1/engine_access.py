@@ -117,8 +117,8 @@ class EngineAccess:
         return made
 
     def start_wave(self) -> None:
-        """A step is about to run that the other ranks of a lockstep group do not know of: start a wave, as the engine
-        does for a late request. No effect in any other engine."""
+        """A step is about to run that the other ranks of a lockstep group do not know of, or one that they have begun
+        is to be joined: start a wave, as the engine does for a late request. No effect in any other engine."""
         engine: Any = self._engine
         if isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running:
             engine.engines_running = True

@@ -193,8 +193,7 @@ class InternalRequests(PrefillHandover):
             request = job.request
             if (job.state is JobStage.COMPUTING and job.request_id in request_ids
                     and request.num_computed_tokens < request.num_tokens):
-                self._chunks.append(ScheduledChunk(step, attempt, request.num_computed_tokens,
-                                                   request.num_preemptions))
+                self._chunks.append(ScheduledChunk(step, attempt, request.num_computed_tokens, request.num_preemptions))
 
     def step_done(self, step: int) -> bool:
         """The output of this step was processed. Returns whether some blocks of jobs hold their KV now, and may

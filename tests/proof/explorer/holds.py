@@ -4,11 +4,13 @@
 As in `world`: the real core of both engines, a network that never forgets (each letter may arrive at any later moment,
 any number of times, or never), engines that rest, die and come back. Beside each core stands a model of its blocks: P
 reuses a block the moment that its hold ends, and a read brings what P's block has when it lands, at any moment after it
-was posted.
+was posted. Either may believe that the other one is gone while a read is open, and meet it again.
 """
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from explorer.model import Violation
 from explorer.snapshots import NOW, canonical, clone, shift
@@ -18,12 +20,16 @@ from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
 from vllm_pd.core.hashes import token_digest
 from vllm_pd.core.hold_reads import HoldReads
 from vllm_pd.core.holds import HoldLimits, Holds
+from vllm_pd.core.peering import PeerState
 from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
 
 PROMPTS = {"A": [1, 2, 3, 4], "B": [5, 6, 7, 8]}
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "f", "f", 2, 1, 1, 64, "hnd")
 DECODE = DecodeLimits(lease_s=9.0, deadline_s=30.0, claim_retry_s=8.0, ttl_s=5.0)
-PREFILL = PrefillLimits(ttl_s=1000.0, holds=HoldLimits(hold_s=4.0, query_s=3.0, query_max_s=6.0))
+PREFILL = PrefillLimits(ttl_s=1000.0, hello_retry_s=3.0, holds=HoldLimits(hold_s=4.0, query_s=3.0, query_max_s=6.0))
+NAMES = ("p", "p'", "d", "d'")  # the engines of a state, in its order
+P, P_AGAIN, D, D_AGAIN = range(4)
+HOLDERS, READERS = (P, P_AGAIN), (D, D_AGAIN)
 
 Letter = tuple[str, str, m.Message]  # to, from, what
 
@@ -38,24 +44,31 @@ class HoldScene:
     drifts: int = 0  # reads that fail, and may land later
     kills: int = 0
     mistakes: int = 0  # P takes a D that lives for dead
+    losses: int = 0  # P believes a D gone that lives; the registry may list it again at any moment
+    false_deaths: int = 0  # D takes a P that lives for dead
+    strangers: int = 0  # another P greets D, whose table of Ps has room for one that is idle
+    partings: int = 0  # a write of P to D fails, and may land
     reborn: bool = False  # P comes back, and holds another prompt by the same number
+    reborn_reader: bool = False  # D comes back, with requests of its own that name the hold
     holds: type[Holds] = Holds
     reads: type[HoldReads] = HoldReads
+    prefill: type[PrefillProtocol] = PrefillProtocol
 
 
 class HoldingEngine:
-    """P: its half of the protocol, and which prompt each of its holds keeps."""
+    """P: its half of the protocol, which prompt each of its holds keeps, and which Ds it has connections to."""
 
     def __init__(self, name: str, prompt: str, scene: HoldScene):
         self.name = name
-        self.side = PrefillProtocol(m.Member(name, m.Role.PREFILL, "", FINGERPRINT), b"", PREFILL)
+        self.side = scene.prefill(m.Member(name, m.Role.PREFILL, "", FINGERPRINT), b"", PREFILL)
         self.side.holds = scene.holds(PREFILL.holds, self.side.dropped)
         self.hold = m.Attempt(name, "h", 1)
         self.kept = {self.hold: prompt}
+        self.connected: set[str] = set()
+        self.added: set[str] = set()  # to the transport
         self.side.holds.add(NOW, self.hold, token_digest(PROMPTS[prompt]), [7, 8])
-        member = m.Member("d", m.Role.DECODE, "tcp://d", FINGERPRINT)
-        self.side.members_are(NOW, [member])
-        self.side.receive(NOW, "d", m.HelloReply(member, b""))
+        self.listed(["d"])
+        self.deliver("d", m.HelloReply(reader("d"), b""))
 
     def deliver(self, sender: str, message: m.Message) -> list[Letter]:
         return self._do(self.side.receive(NOW, sender, message))
@@ -66,10 +79,37 @@ class HoldingEngine:
     def dead(self, peer: str) -> list[Letter]:
         return self._do(self.side.peer_dead(NOW, peer))
 
+    def lost(self, peer: str) -> list[Letter]:
+        return self._do(self.side.peer_lost(NOW, peer))
+
+    def listed(self, names: list[str]) -> list[Letter]:
+        """The registry lists these decode engines."""
+        return self._do(self.side.members_are(NOW, list(map(reader, names))))
+
+    def part(self, peer: str) -> list[Letter]:
+        """A write of a job of that D has failed, and may land."""
+        self.side.parted.add(peer)
+        return []
+
+    def has_met(self, peer: str) -> bool:
+        """Whether a new claim of that D would be looked at."""
+        found = self.side._peering.find(peer)
+        return found is not None and found.state is PeerState.PEER
+
     def _do(self, actions: list[a.Action]) -> list[Letter]:
         for action in actions:
             if isinstance(action, a.HoldEnded) and self.kept.pop(action.hold, None) is None:
                 raise Violation("a hold ends twice")
+            if isinstance(action, a.Connect):
+                self.connected.add(action.peer)
+            elif isinstance(action, a.Disconnect):
+                self.connected.discard(action.peer)
+            elif isinstance(action, a.AddPeer):
+                if action.incarnation in self.added:
+                    raise Violation(f"{action.incarnation} is added twice")
+                self.added.add(action.incarnation)
+            elif isinstance(action, a.DropPeer):
+                self.added.remove(action.incarnation)
         return [(one.peer, self.name, one.message) for one in actions if isinstance(one, a.ToDecode)]
 
 
@@ -78,7 +118,8 @@ class ReadingEngine:
 
     def __init__(self, name: str, holders: list[str], scene: HoldScene):
         self.name = name
-        self.side = DecodeProtocol(m.Member(name, m.Role.DECODE, "", FINGERPRINT), b"", DECODE)
+        limits = msgspec.structs.replace(DECODE, max_peers=1) if scene.strangers else DECODE
+        self.side = DecodeProtocol(reader(name), b"", limits)
         self.side.reads = scene.reads(self.side.member, DECODE.ttl_s, DECODE.claim_retry_s / 4, DECODE.lease_s,
                                       self.side.counters, self.side.dropped)
         self.asked: dict[int, m.Attempt] = {}  # by the number of the request
@@ -88,14 +129,23 @@ class ReadingEngine:
         self.blocks: set[m.Attempt] = set()  # attempts whose blocks are set aside
         self.shape = scene
         for one in holders:
-            self.side.receive(NOW, one, m.Hello(m.Member(one, m.Role.PREFILL, "", FINGERPRINT), b"memory"))
+            self.greeted(one)
+
+    def greeted(self, holder: str) -> list[Letter]:
+        """A P greets it."""
+        return self.deliver(holder, m.Hello(m.Member(holder, m.Role.PREFILL, "", FINGERPRINT), b"memory"))
 
     def ask(self, number: int) -> list[Letter]:
-        """The request comes, and is parked."""
-        attempt = self.asked[number] = m.Attempt(self.name, "r", number)
+        """The request comes, and is parked; or, where the two are parted, it stays here, and P learns that its hold is
+        not wanted."""
+        attempt, hold = m.Attempt(self.name, "r", number), m.Attempt("p", "h", 1)
+        self.asked[number] = attempt
+        if hold.incarnation in self.side.parted:
+            self.ended[number] = "stays"
+            return [(hold.incarnation, self.name, m.HoldDone(attempt, hold))]
         self.blocks.add(attempt)
-        return self._do(self.side.reads.claim(NOW, attempt, m.Attempt("p", "h", 1),
-                                              token_digest(PROMPTS[self.shape.requests[number]]), [1, 2], 0, 30.0))
+        return self._do(self.side.reads.claim(NOW, attempt, hold, token_digest(PROMPTS[self.shape.requests[number]]),
+                                              [1, 2], 0, 30.0))
 
     def abort(self, number: int) -> list[Letter]:
         self.ended[number] = "aborted"
@@ -109,11 +159,16 @@ class ReadingEngine:
 
     def dead(self, peer: str) -> list[Letter]:
         self.adrift = {attempt: hold for attempt, hold in self.adrift.items() if hold.incarnation != peer}
+        return self.taken_for_dead(peer)
+
+    def taken_for_dead(self, peer: str) -> list[Letter]:
+        """It need not be: what it reads there may still land."""
         return self._do(self.side.peer_dead(NOW, peer))
 
     def fail(self, attempt: m.Attempt) -> list[Letter]:
-        """The read ends in an error, and nobody knows whether more of it lands."""
-        self.adrift[attempt] = self.open.pop(attempt)
+        """The read ends in an error, and nobody knows whether more of it lands. The two are parted."""
+        hold = self.adrift[attempt] = self.open.pop(attempt)
+        self.side.parted.add(hold.incarnation)
         return self._do(self.side.reads.unproven(attempt, "failed"))
 
     def drift(self, attempt: m.Attempt) -> list[Letter]:
@@ -147,14 +202,27 @@ class ReadingEngine:
                 self.blocks.discard(action.attempt)
                 if action.attempt in self.open or action.attempt in self.adrift:
                     raise Violation("D reuses blocks that a read may fill")
+            elif isinstance(action, a.DropPeer) and action.incarnation in {
+                    hold.incarnation for hold in (*self.open.values(), *self.adrift.values())}:
+                raise Violation("D's ranks forget a P that they read from")
         return [(one.peer, self.name, one.message) for one in actions if isinstance(one, a.ToPrefill)]
 
 
-class HoldWorld:
-    """The states and steps of a scene. A state: (P, P again, D) as numbers, 0 for dead or unborn; the letters, as bits
-    of one number; what is left of each budget."""
+def reader(name: str) -> m.Member:
+    """The registry entry of a D."""
+    return m.Member(name, m.Role.DECODE, f"tcp://{name}", FINGERPRINT)
 
-    BUDGETS = ("pauses", "aborts", "errors", "kills", "drifts", "mistakes")
+
+class HoldWorld:
+    """The states and steps of a scene. A state: `NAMES` as numbers, 0 for dead or unborn; the letters, as bits of one
+    number; what is left of each budget."""
+
+    BUDGETS = ("pauses", "aborts", "errors", "kills", "drifts", "mistakes", "losses", "false_deaths", "strangers",
+               "partings")
+    LETTERS = len(NAMES)
+    SPENT = {"abort": "aborts", "pass": "pauses", "kill": "kills", "fail": "drifts", "mistake": "mistakes",
+             "lost": "losses", "taken_for_dead": "false_deaths", "meet": "strangers", "part": "partings"}
+    TO = {"p": HOLDERS, "p'": (P_AGAIN, ), "d": READERS, "d'": (D_AGAIN, )}  # who may have the address of the name
 
     def __init__(self, scene: HoldScene):
         self.scene = scene
@@ -164,9 +232,11 @@ class HoldWorld:
         self._letter_numbers: dict[Any, int] = {}
         self._known: dict[Any, tuple[int, int]] = {}
         self.sent = 0  # the letters of the last step
-        holders = ["p", "p'"] if scene.reborn else ["p"]
-        self.start = (self._number(HoldingEngine("p", "A", scene)), 0, self._number(ReadingEngine("d", holders, scene)),
+        self.start = (self._number(HoldingEngine("p", "A", scene)), 0, self._number(self._reader("d")), 0,
                       0, *(getattr(scene, budget) for budget in self.BUDGETS))
+
+    def _reader(self, name: str) -> ReadingEngine:
+        return ReadingEngine(name, ["p", "p'"] if self.scene.reborn else ["p"], self.scene)
 
     def engine(self, state: tuple, index: int) -> Any:
         """A glance; not to be changed."""
@@ -180,103 +250,116 @@ class HoldWorld:
         return self._numbers[key]
 
     def steps(self, state: tuple) -> Iterator[tuple]:
-        """All that can happen next: the kind, and its details."""
-        d = self.engine(state, 2)
-        left = dict(zip(self.BUDGETS, state[4:], strict=True))
-        for index in range(3):
-            engine = self.engine(state, index)
-            if engine is not None and (engine.side.next_timeout() or 1e9) <= NOW:
+        """All that can happen next: the kind, to whom (an index), and its details."""
+        left = dict(zip(self.BUDGETS, state[self.LETTERS + 1:], strict=True))
+        living = [index for index in range(self.LETTERS) if state[index]]
+        for index in living:
+            if (self.engine(state, index).side.next_timeout() or 1e9) <= NOW:
                 yield "tick", index
-        letters, number = state[3], 0
+        letters, number = state[self.LETTERS], 0
         while letters:
             if letters & 1:  # what is for P may find the one that has its address now
-                indices = {"p": (0, 1), "p'": (1, ), "d": (2, )}[self._letters[number][0]]
-                yield from (("arrive", index, number) for index in indices if state[index])
+                yield from (("arrive", index, number) for index in self.TO[self._letters[number][0]] if state[index])
             letters >>= 1
             number += 1
-        if d is not None:
-            for one in range(len(self.scene.requests)):
-                if one not in d.asked:
-                    yield "ask", one
-                elif one not in d.ended and left["aborts"]:
-                    yield "abort", one
-            for attempt, hold in d.open.items():
-                alive = state[self._index_of(hold)]
-                if alive:
-                    yield "land", attempt
-                if not alive or left["errors"]:
-                    yield "break", attempt
-                if left["drifts"]:
-                    yield "fail", attempt
-            for attempt in d.adrift:
-                yield "drift", attempt
+        for index in READERS:
+            if state[index]:
+                yield from self._steps_of_reader(state, index, left)
         if left["pauses"] and self.pause_s(state) is not None:
-            yield ("pass", )
+            yield "pass", -1
         if left["kills"]:
-            yield from (("kill", index) for index in (0, 2) if state[index])
-        if not state[0] and state[2]:
-            yield "dead", 2, "p"
-        if not state[2] or left["mistakes"]:
-            yield from (("dead", index, "d") for index in (0, 1) if state[index])
-        if self.scene.reborn and not state[0] and not state[1]:
-            yield ("begin", )
+            yield from (("kill", index) for index in (P, D) if state[index])
+        for index in HOLDERS:
+            if state[index]:
+                yield from self._steps_of_holder(state, index, left)
+        if self.scene.reborn and not state[P] and not state[P_AGAIN]:
+            yield "begin", P_AGAIN
+        if self.scene.reborn_reader and not state[D] and not state[D_AGAIN]:
+            yield "begin", D_AGAIN
+
+    def _steps_of_reader(self, state: tuple, index: int, left: dict[str, int]) -> Iterator[tuple]:
+        d = self.engine(state, index)
+        for one in range(len(self.scene.requests)):
+            if one not in d.asked:
+                yield "ask", index, one
+            elif one not in d.ended and left["aborts"]:
+                yield "abort", index, one
+        for attempt, hold in d.open.items():
+            alive = state[self._index_of(hold)]
+            if alive:
+                yield "land", index, attempt
+            if not alive or left["errors"]:
+                yield "break", index, attempt
+            if left["drifts"]:
+                yield "fail", index, attempt
+        for attempt in d.adrift:
+            yield "drift", index, attempt
+        if not state[P]:
+            yield "dead", index, "p"
+        elif left["false_deaths"]:
+            yield "taken_for_dead", index, "p"
+        if left["strangers"]:
+            yield "meet", index, "q"
+
+    def _steps_of_holder(self, state: tuple, index: int, left: dict[str, int]) -> Iterator[tuple]:
+        if not state[D]:
+            yield "dead", index, "d"
+        else:
+            yield from ((kind, index, "d") for kind in ("mistake", "lost", "part") if left[self.SPENT[kind]])
+        if self.scene.losses or self.scene.reborn_reader:
+            yield "list", index, tuple(NAMES[one] for one in READERS if state[one])
 
     def pause_s(self, state: tuple) -> float | None:
         """How long until somebody has something to do."""
-        due = [self.engine(state, index).side.next_timeout() for index in range(3) if state[index]]
+        due = [self.engine(state, index).side.next_timeout() for index in range(self.LETTERS) if state[index]]
         return min((when - NOW for when in due if when is not None and when > NOW), default=None)
 
     def after(self, state: tuple, step: tuple) -> tuple:
         """The state after a step. Raises Violation."""
-        after, kind = list(state), step[0]
-        budget = {"abort": "aborts", "pass": "pauses", "kill": "kills", "fail": "drifts"}.get(kind)
-        if kind == "break" and state[self._index_of(self.engine(state, 2).open[step[1]])]:
+        after, (kind, index, *_) = list(state), step
+        budget = self.SPENT.get(kind)
+        if kind == "break" and state[self._index_of(self.engine(state, index).open[step[2]])]:
             budget = "errors"
-        if kind == "dead" and state[2] and step[2] == "d":
-            budget = "mistakes"
         if budget:
-            after[4 + self.BUDGETS.index(budget)] -= 1
+            after[self.LETTERS + 1 + self.BUDGETS.index(budget)] -= 1
         if kind == "pass":
-            seconds = self.pause_s(state)
-            for index in range(3):
-                if state[index]:
-                    after[index] = self._number(self._shifted(self.engine(state, index), seconds))
+            after[:self.LETTERS] = self._later(state, self.pause_s(state))
         elif kind == "kill":
-            after[step[1]] = 0
+            after[index] = 0
         elif kind == "begin":
-            after[1] = self._number(HoldingEngine("p'", "B", self.scene))
+            made = HoldingEngine("p'", "B", self.scene) if index == P_AGAIN else self._reader(NAMES[index])
+            after[index] = self._number(made)
         else:
             self._move(after, state, step)
         self._check(after)
         return tuple(after)
 
     def _move(self, after: list, state: tuple, step: tuple) -> None:
-        kind, *content = step
-        index = content[0] if kind in ("tick", "arrive", "dead") else 2
+        kind, index, content = (*step, None)[:3]
         found = ""
         if kind == "land":
-            hold = self.engine(state, 2).open[content[0]]
+            hold = self.engine(state, index).open[content]
             found = self.engine(state, self._index_of(hold)).kept.get(hold, "other KV")
         key = (after[index], step, found)
         if key not in self._known:
             engine = clone(self.engine(state, index))
             sent = 0
             for letter in self._act(engine, kind, content, found):
-                sent |= 1 << self._letter_number(letter)
+                if letter[0] in self.TO:
+                    sent |= 1 << self._letter_number(letter)
             self._known[key] = self._number(engine), sent
         after[index], self.sent = self._known[key]
-        after[3] |= self.sent
+        after[self.LETTERS] |= self.sent
 
-    def _act(self, engine: Any, kind: str, content: list, found: str) -> list[Letter]:
+    def _act(self, engine: Any, kind: str, content: Any, found: str) -> list[Letter]:
         if kind == "arrive":
-            _, sender, message = self._letters[content[1]]
+            _, sender, message = self._letters[content]
             return engine.deliver(sender, message)
         acts: dict[str, Callable[[], list[Letter]]] = {
-            "tick": engine.tick, "dead": lambda: engine.dead(content[1]), "ask": lambda: engine.ask(content[0]),
-            "abort": lambda: engine.abort(content[0]), "land": lambda: engine.land(content[0], found),
-            "break": lambda: engine.land(content[0], ""), "fail": lambda: engine.fail(content[0]),
-            "drift": lambda: engine.drift(content[0])}
-        return acts[kind]()
+            "tick": lambda: engine.tick(), "mistake": lambda: engine.dead(content),
+            "list": lambda: engine.listed(list(content)), "meet": lambda: engine.greeted(content),
+            "land": lambda: engine.land(content, found), "break": lambda: engine.land(content, "")}
+        return acts[kind]() if kind in acts else getattr(engine, kind)(content)
 
     def _letter_number(self, letter: Letter) -> int:
         key = canonical(letter)
@@ -285,19 +368,26 @@ class HoldWorld:
             self._letters.append(letter)
         return self._letter_numbers[key]
 
-    @staticmethod
-    def _shifted(engine: Any, seconds: float) -> Any:
-        engine = clone(engine)
-        shift(engine.side, seconds)
-        return engine
+    def _later(self, state: tuple, seconds: float) -> list[int]:
+        """The engines when so much time has passed."""
+        later = []
+        for index in range(self.LETTERS):
+            engine = clone(self.engine(state, index))
+            if engine is not None:
+                shift(engine.side, seconds)
+            later.append(0 if engine is None else self._number(engine))
+        return later
 
     def _check(self, state: list) -> None:
-        """While a read of D may take bytes from P's blocks, P keeps them."""
-        d = self._engines[state[2]]
-        for attempt, hold in d.open.items() if d is not None else ():
-            p = self._engines[state[self._index_of(hold)]]
-            if p is not None and hold not in p.kept:
-                raise Violation(f"P reuses blocks that {attempt} reads")
+        """While a read of D may take bytes from P's blocks, P keeps them, and the connection on which D reports its
+        end."""
+        for d in (self._engines[state[index]] for index in READERS):
+            for attempt, hold in d.open.items() if d is not None else ():
+                p = self._engines[state[self._index_of(hold)]]
+                if p is not None and hold not in p.kept:
+                    raise Violation(f"P reuses blocks that {attempt} reads")
+                if p is not None and d.name not in p.connected & p.added:
+                    raise Violation("P drops a D that reads")
 
     @staticmethod
     def _index_of(hold: m.Attempt) -> int:
@@ -305,32 +395,44 @@ class HoldWorld:
 
     def heal(self, state: tuple) -> None:
         """From here on nothing goes wrong any more: what is sent arrives, once, and a P is ended by its operator where
-        nobody knows whether a read of it lands. Raises Violation unless all ends, and nobody holds anything."""
-        for read in self.engine(state, 2).side.reads._reads.values() if state[2] else ():
-            if read.unproven:
-                index = self._index_of(read.hold)
-                state = (*state[:index], 0, *state[index + 1:])
-        due = 0  # the letters on their way
+        nobody knows whether a read of it lands. Raises Violation unless all ends, and nobody holds anything. Where P
+        may have lost a D, so it is without the registry; and once that lists the D again, P has met it in the end."""
+        self._heal(state)
+        if self.scene.losses or self.scene.reborn_reader:
+            names = tuple(NAMES[index] for index in READERS if state[index])
+            sent = 0
+            for index in HOLDERS:
+                if state[index]:
+                    state, sent = self.after(state, ("list", index, names)), sent | self.sent
+            self._heal(state, sent, names)
+
+    def _heal(self, state: tuple, due: int = 0, listed: tuple[str, ...] = ()) -> None:
+        """`due`: the letters on their way. `listed`: whom the Ps have met in the end, unless they are parted."""
+        for index in READERS:
+            for read in self.engine(state, index).side.reads._reads.values() if state[index] else ():
+                if read.unproven:
+                    holder = self._index_of(read.hold)
+                    state = (*state[:holder], 0, *state[holder + 1:])
         for _ in range(200):
-            p, again, d = (self.engine(state, index) for index in range(3))
-            if not ((p and p.kept) or (again and again.kept) or (d and (d.blocks or d.side.reads.states()))):
+            holders = [self.engine(state, index) for index in HOLDERS if state[index]]
+            readers = [self.engine(state, index) for index in READERS if state[index]]
+            if not (any(p.kept for p in holders) or any(d.blocks or d.side.reads.states() for d in readers)
+                    or any(not p.has_met(name) for p in holders for name in listed if name not in p.side.parted)):
                 return
             arrived, due = due, 0
             for number in range(arrived.bit_length()):
-                index = {"p": 0, "p'": 1, "d": 2}[self._letters[number][0]]
+                index = NAMES.index(self._letters[number][0])
                 if arrived >> number & 1 and state[index]:
                     state, due = self.after(state, ("arrive", index, number)), due | self.sent
             steps = [one for one in self.steps(state) if one[0] in ("tick", "dead", "land")]
-            if state[2]:
-                steps += [("break", attempt) for attempt, hold in self.engine(state, 2).open.items()
-                          if not state[self._index_of(hold)]]
+            steps += [("break", index, attempt) for index in READERS if state[index]
+                      for attempt, hold in self.engine(state, index).open.items() if not state[self._index_of(hold)]]
             for step in steps:
                 state, due = self.after(state, step), due | self.sent
             moved = due or any(step[0] != "dead" for step in steps)  # a death may be seen again and again
             seconds = None if moved else self.pause_s(state)
             if seconds is not None:
-                state = (*(self._number(self._shifted(self.engine(state, index), seconds)) if state[index] else 0
-                           for index in range(3)), *state[3:])
+                state = (*self._later(state, seconds), *state[self.LETTERS:])
         raise Violation("it never ends")
 
 
