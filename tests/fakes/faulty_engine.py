@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import Enum, auto
 
 import aiohttp
@@ -256,11 +256,12 @@ class Answered:
 @contextlib.asynccontextmanager
 async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = True,
                   events: tuple[str | list[str], ...] = (), prefills: int = 0,
+                  make: Callable[[], FaultyEngine] = FaultyEngine,
                   **options) -> AsyncIterator[tuple[Served, list[FaultyEngine]]]:
     """A router over so many engines, all up unless told otherwise, the first of them with `events` at these endpoints,
     several for several ranks, and in the order prefill-first `prefills` more as prefill engines, the last ones;
-    leak-checked in the end (B20)."""
-    engines = [FaultyEngine() for _ in range(count + prefills)]
+    made by `make`; leak-checked in the end (B20)."""
+    engines = [make() for _ in range(count + prefills)]
     for engine in engines:
         await engine.start()
     port = take_free("127.0.0.1")

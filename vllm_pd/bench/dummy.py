@@ -53,6 +53,7 @@ class DummyRequest(msgspec.Struct):
     max_completion_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None  # of a stream
 
     @property
     def tokens(self) -> int:
@@ -133,6 +134,9 @@ class DummyAnswer:
             reason = "length" if number == self._request.tokens - 1 else None
             role = {} if number else {"role": "assistant"}
             said = {"delta": {**role, "content": text}} if self._chat else {"text": text}
+            if self._request.return_token_ids:
+                prompt = {} if number else {"prompt_token_ids": list(range(self._request.prompt_tokens))}
+                said |= {"token_ids": [number], **prompt}
             parts.append(self._part(kind, [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]))
         if self._request.stream_options is not None and self._request.stream_options.include_usage:
             parts.append(self._part(kind, [], self._usage()))

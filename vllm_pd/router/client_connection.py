@@ -43,7 +43,7 @@ class ClientConnection:
     async def begin(self, status: int, headers: Headers, first: bytes, more: bool) -> None:
         """Send the head of the answer and its first bytes; `more`: others follow."""
         self.begun = True
-        self.takes_events = is_stream(headers) and not any(name in _FIXED for name, _ in headers)
+        self.takes_events = takes_events(headers)
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": first, "more_body": more})
 
@@ -74,6 +74,11 @@ class ClientConnection:
 def is_stream(headers: Headers) -> bool:
     """Whether these are the headers of a stream of server-sent events."""
     return (find(headers, b"content-type") or b"").startswith(EVENT_STREAM)
+
+
+def takes_events(headers: Headers) -> bool:
+    """Whether events may be added to an answer with these headers, and taken out."""
+    return is_stream(headers) and not any(name in _FIXED for name, _ in headers)
 
 
 async def respond(send: Send, answer: RouterResponse) -> None:

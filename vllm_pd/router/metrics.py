@@ -33,6 +33,8 @@ class RouterMetrics:
         self.refused = counter("vllm:pd_router_refused_total", "Requests that no worker could be given.", ["reason"])
         self.broken_streams = counter("vllm:pd_router_broken_streams_total", "Answers that broke after their first "
                                       "byte.", ["worker"])
+        self.continued_streams = counter("vllm:pd_router_continued_streams_total", "Broken answers that went on at "
+                                         "this worker.", ["worker"])
         self.clients_gone = counter("vllm:pd_router_clients_gone_total", "Requests whose client went away first.")
         self.failures = counter("vllm:pd_router_worker_failures_total", "How often a worker was taken out, and why.",
                                 ["worker", "kind"])

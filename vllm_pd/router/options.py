@@ -81,6 +81,8 @@ class RouterOptions:
         "How long an engine may take to the first byte of an answer; 0 for no limit.")] = 600.0
     stream_timeout_s: Annotated[float, Option(
         "How long an engine may send nothing in the middle of an answer; 0 for no limit.")] = 300.0
+    continue_streams: Annotated[bool, Option(
+        "Go on at another engine with a stream that breaks, where docs/router.md says that it can.")] = False
     prefill_timeout_s: Annotated[float, Option(
         "How long a prefill engine may take to compute a prompt, with --order prefill-first.")] = 120.0
     connect_timeout_s: float = 3.0

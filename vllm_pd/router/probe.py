@@ -233,6 +233,7 @@ class GenerationProbes:
         worker.models = frozenset(card.id for card in cards)
         worker.base_models = frozenset(card.id for card in base)
         worker.root = next((card.root for card in base if card.root), None)
+        worker.max_model_len = next((card.max_model_len for card in base if card.max_model_len), None)
 
     async def _fetch(self, method: str, url: str, value: Any = None) -> tuple[int, bytes]:
         body = None if value is None else msgspec.json.encode(value)

@@ -9,9 +9,13 @@ After the first byte nothing is tried again. A stream that breaks ends with an e
 end of the connection. An answer is complete at the end of its framing (the last chunk, the length). Where it has no
 framing, only the end of the connection shows its end; then a stream of completions must end with `[DONE]`, unless it is
 compressed.
+
+With `continue_streams`, a stream that breaks goes on at another worker where `vllm_pd.router.continuation` says so.
+Such a stream is read event by event; all others pass as they come.
 """
 import asyncio
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,7 +30,9 @@ from vllm_pd.router.client_connection import (
     Send,
     is_stream,
     respond,
+    takes_events,
 )
+from vllm_pd.router.continuation import ContinuableStream
 from vllm_pd.router.fatal_requests import FatalRequests
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import MAX_TRIES, RequestOrder, RouterOptions
@@ -42,6 +48,7 @@ COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATING = COMPLETING | {
     "/v1/embeddings", "/v1/responses", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank"}
+DETOKENIZE = b"/detokenize"
 MAX_WHOLE_BYTES = 1 << 20
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _TAIL_BYTES = 256
@@ -78,6 +85,9 @@ class RouterRequest:
     resent: int = 0  # tries on an idle connection that the worker had closed
     suspects: "list[_Suspect]" = field(default_factory=list)
     refusals: list[tuple[RouterWorker, float]] = field(default_factory=list)  # workers that refused it, pause in s
+    stream: ContinuableStream | None = None  # its answer, where that can be continued
+    broke: "_StreamBroke | None" = None  # how that broke last
+    rest: tuple[bytes, bytes] | None = None  # target and body of the request for what is missing of it
 
 
 @dataclass
@@ -89,12 +99,32 @@ class _Suspect:
     detail: str
 
 
+class _StreamBroke(Exception):
+    """A stream broke that can perhaps go on elsewhere. `lost`: its connection broke. If it can't, it ends with an error
+    of this `status`."""
+
+    def __init__(self, worker: RouterWorker, why: str, status: HTTPStatus, lost: bool) -> None:
+        super().__init__(why)
+        self.worker = worker
+        self.status = status
+        self.lost = lost
+
+    def error_event(self) -> bytes:
+        """The event that ends it."""
+        return responses.error_event(str(self), self.status)
+
+
+class _StreamFailed(Exception):
+    """In place of the rest of a stream the worker has sent an error."""
+
+
 class _Try(InFlightTry):
-    """A try with its answer, whether it has P's parameters, and how it ended."""
+    """A try with its answer, whether it has P's parameters, whether its answer has begun, and how it ended."""
 
     def __init__(self, worker: RouterWorker, has_params: bool = False) -> None:
         super().__init__(worker)
         self.has_params = has_params
+        self.begun = False
         self.reply: WorkerResponse | None = None
         self.outcome: TryOutcome | WorkerFailure = TryOutcome.BROKEN_LATER
 
@@ -119,6 +149,10 @@ class RouterProxy:
 
     async def forward(self, request: RouterRequest, receive: Receive, send: Send) -> int:
         """Answer a request. Returns the status that was sent. Raises ClientGone, ClientResponseBroken."""
+        if self._options.continue_streams and request.generates:
+            request.stream = ContinuableStream.of(request.path, request.body)
+            if request.stream is not None:
+                request.body = request.stream.body
         if request.generates and self.fatal.is_known(request.path, request.body):
             self._metrics.refused.labels("fatal").inc()
             await respond(send, _fatal_answer())
@@ -133,7 +167,7 @@ class RouterProxy:
             if (self._prefills is not None and request.generates and request.path in COMPLETING
                     and await self._is_fatal_at_prefill(request, plan, headers, client)):
                 return await self._give_up(request, plan.model, True, _fatal_answer(), client)
-            return await self._try_all(request, plan, headers, client)
+            return await self._try_on(request, plan, headers, client)
         except asyncio.CancelledError:
             if not self.ending:
                 raise
@@ -167,16 +201,37 @@ class RouterProxy:
         return leg.outcome is WorkerFailure.BROKEN and await self.fatal.connection_broke(leg.worker, path, body,
                                                                                          at_prefill=True)
 
+    async def _try_on(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
+                      client: ClientConnection) -> int:
+        """Try workers, and others for the rest of a stream that breaks. Returns the status that was sent."""
+        broken: list[RouterWorker] = []
+        while True:
+            try:
+                return await self._try_all(request, plan, headers, client, broken)
+            except _StreamBroke as error:
+                broke = request.broke = error.with_traceback(None)  # its frames hold the request
+            broken.append(broke.worker)
+            ending = request.stream.end()
+            if ending is not None:
+                return await self._end_stream(client, ending)
+            if not request.stream.can_go_on or broke.lost and await self._is_fatal(broke.worker, request):
+                return await self._end_stream(client, broke.error_event())
+            path, body = request.stream.next_request()
+            request.rest = request.target.replace(request.path.encode(), path.encode(), 1), body
+            request.tries, request.resent, request.refusals = [], 0, []
+            headers = [one for one in headers if one[0] != b"accept-encoding"]
+            plan = await self._placer.plan(request.headers, body, True)
+
     async def _try_all(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
-                       client: ClientConnection) -> int:
-        tried: list[RouterWorker] = []
+                       client: ClientConnection, broken: Sequence[RouterWorker]) -> int:
+        tried = list(broken)
         last: RouterResponse | None = None
         while len(request.tries) + request.resent < MAX_TRIES:
             placed = self._placer.place(plan, tried)
             if placed is None:
                 break
             worker, choice = placed
-            if not request.tries:
+            if not request.tries and request.broke is None:
                 at_prefill_s = request.prefill_leg.took_s if request.prefill_leg is not None else 0.0
                 self._metrics.route_s.observe(self._now() - request.began_s - at_prefill_s)
             tried.append(worker)
@@ -202,6 +257,8 @@ class RouterProxy:
 
     async def _give_up(self, request: RouterRequest, model: str | None, tried: bool, last: RouterResponse | None,
                        client: ClientConnection, short: bool = False) -> int:
+        if request.broke is not None:
+            return await self._end_stream(client, request.broke.error_event())
         if short:
             answer = responses.error_response(
                 HTTPStatus.SERVICE_UNAVAILABLE, "the router has no connection left for this request: try again later",
@@ -246,9 +303,12 @@ class RouterProxy:
             if not this.take_interruption():
                 this.outcome = TryOutcome.CUT
                 raise
-            return await self._interrupted(this, client)
+            return await self._interrupted(this, request, client)
         except WorkerResponseBroken as broken:
             return await self._response_broke(this, request, client, broken)
+        except _StreamFailed as failed:
+            worker.probe_soon()
+            return await self._end_broken(worker, request, client, f"{_LOST}: {failed}")
         finally:
             client.watch(None)
             if this.reply is not None:
@@ -260,25 +320,57 @@ class RouterProxy:
                         client: ClientConnection) -> int:
         """Send the request to the worker and its answer to the client. Returns the answer's status."""
         async with asyncio.timeout(self._options.timeout_s or None):
+            if request.broke is not None and (tokens := request.stream.detokenize_request()) is not None:
+                await self._compare(this.worker, request.stream, headers, tokens)
             reply = this.reply = await self._send(this.worker, request, headers)
             this.heard(generated=False)
             fit, whole, first = await self._first(reply, request.generates)
+        if request.stream is not None and not (reply.status == HTTPStatus.OK and takes_events(fit)):
+            if request.broke is not None:
+                raise TryFailed(WorkerFailure.REFUSED, f"{reply.status} in place of the rest of a stream")
+            request.stream = None
         generated = request.generates and reply.status == HTTPStatus.OK
         this.heard(generated)
         if request.suspects and generated:
             self._take_out_suspects(request)
         for refuser, seconds in request.refusals:
             refuser.pause(seconds)
-        self._metrics.first_byte_s.observe(self._now() - request.began_s)
-        if request.explain:
-            fit += self._explain_headers(choice, request)
-        await client.begin(reply.status, fit, first, more=not whole)
+        this.begun = True
+        out = first
+        if request.stream is not None:
+            if request.broke is None:
+                request.stream.model_len = this.worker.max_model_len
+            out = request.stream.receive(first)
+        if request.broke is not None:
+            self._metrics.of(this.worker.url, self._metrics.continued_streams).inc()
+            await client.more(out)
+        else:
+            self._metrics.first_byte_s.observe(self._now() - request.began_s)
+            if request.explain:
+                fit += self._explain_headers(choice, request)
+            await client.begin(reply.status, fit, out, more=not whole)
         if not whole:
             await self._pass_on(this, reply, first, request, client)
         if generated:
             self.fatal.answered(request.path, request.body)
         this.outcome = TryOutcome.ANSWERED
         return reply.status
+
+    async def _compare(self, worker: RouterWorker, stream: ContinuableStream, headers: Headers, tokens: bytes) -> None:
+        """Have the worker say the text of the last tokens of a broken stream. Raises TryFailed where it is not the text
+        that is out."""
+        reply = await self._worker_client.send(b"POST", worker.url, DETOKENIZE, headers, tokens, fresh=True)
+        said = bytearray()
+        try:
+            while len(said) < MAX_WHOLE_BYTES and (chunk := await reply.chunk()):
+                said += chunk
+        except WorkerResponseBroken as broken:
+            raise TryFailed(WorkerFailure.BROKEN, str(broken)) from broken
+        finally:
+            reply.close()
+        if reply.status != HTTPStatus.OK or not stream.is_out(bytes(said)):
+            raise TryFailed(WorkerFailure.REFUSED, f"{DETOKENIZE.decode()}: {reply.status}, another text than that of "
+                            "the stream")
 
     def _timed_out(self, this: _Try, request: RouterRequest) -> TryFailed:
         """The failure of a try whose answer did not begin within `timeout_s`."""
@@ -291,7 +383,7 @@ class RouterProxy:
         self._apply_failure(this.worker, failure, request)
         return failure
 
-    async def _interrupted(self, this: _Try, client: ClientConnection) -> int:
+    async def _interrupted(self, this: _Try, request: RouterRequest, client: ClientConnection) -> int:
         """End an interrupted try. Raises ClientGone, TryFailed, ClientResponseBroken."""
         worker = this.worker
         if this.interruption is Interruption.CLIENT_GONE:
@@ -299,11 +391,11 @@ class RouterProxy:
             raise ClientGone from None
         if this.interruption is Interruption.SILENT:
             worker.probe_soon()
-            return await self._end_broken(worker, client,
+            return await self._end_broken(worker, request, client,
                                           f"nothing more came in {self._options.stream_timeout_s:g} s",
                                           HTTPStatus.GATEWAY_TIMEOUT)
-        if client.begun:
-            return await self._end_broken(worker, client, f"{_LOST}: it was taken out")
+        if this.begun:
+            return await self._end_broken(worker, request, client, f"{_LOST}: it was taken out")
         this.outcome = WorkerFailure.PROBE
         raise TryFailed(WorkerFailure.PROBE, worker.problem) from None
 
@@ -315,28 +407,28 @@ class RouterProxy:
             worker.fail(WorkerFailure.BROKEN, str(broken))
         else:
             worker.probe_soon()
-        self.fatal.stream_broke(worker, request.path, request.body)
-        return await self._end_broken(worker, client, f"{_LOST}: {broken}")
+        lost = request.stream is not None and request.stream.can_go_on
+        if not lost:
+            self.fatal.stream_broke(worker, request.path, request.body)
+        return await self._end_broken(worker, request, client, f"{_LOST}: {broken}", lost=lost)
 
     async def _send(self, worker: RouterWorker, request: RouterRequest, headers: Headers) -> WorkerResponse:
         """Send the request and wait for the head of the answer. If the worker had closed an idle connection, that is no
         failure of the worker, but it counts as a try, because the request may have arrived; it is sent again on a new
         connection. The last try takes a new connection anyway. P's parameters go with the first try only. Raises
         TryFailed."""
-        body = request.prefill_leg.take_body() if request.prefill_leg is not None else None
+        with_params = request.prefill_leg.take_body() if request.prefill_leg is not None else None
+        target, body = request.rest or (request.target, request.body)
         if len(request.tries) + request.resent < MAX_TRIES - 1:
             try:
-                return await self._worker_client.send(request.method, worker.url, request.target, headers,
-                                                      body or request.body)
+                return await self._worker_client.send(request.method, worker.url, target, headers, with_params or body)
             except TryFailed as failure:
                 if not failure.stale:
                     raise
             request.resent += 1
             worker.tries(TryOutcome.STALE.value).inc()
-            return await self._worker_client.send_again(request.method, worker.url, request.target, headers,
-                                                        request.body)
-        return await self._worker_client.send(request.method, worker.url, request.target, headers, request.body,
-                                              fresh=True)
+            return await self._worker_client.send_again(request.method, worker.url, target, headers, body)
+        return await self._worker_client.send(request.method, worker.url, target, headers, body, fresh=True)
 
     async def _first(self, reply: WorkerResponse, generates: bool) -> tuple[Headers, bool, bytes]:
         """(headers for the client, whether the bytes are the whole body, the first bytes of the body). Raises TryFailed
@@ -365,16 +457,27 @@ class RouterProxy:
         generated = request.generates and reply.status == HTTPStatus.OK
         needs_done = generated and request.path in COMPLETING and client.takes_events and not reply.framed
         tail = first[-_TAIL_BYTES:]
+        stream = request.stream
         with _SilenceTimer(this, self._options.stream_timeout_s) as silence:
-            while chunk := await reply.chunk():
+            while True:
+                if stream is not None and stream.error is not None:
+                    raise _StreamFailed(stream.error)
+                if not (chunk := await reply.chunk()):
+                    break
                 this.heard(generated)
                 if needs_done:
                     tail = (tail + chunk)[-_TAIL_BYTES:]
-                silence.writing = True
-                await client.more(chunk)
-                silence.writing = False
+                out = chunk if stream is None else stream.receive(chunk)
+                if out:
+                    silence.writing = True
+                    await client.more(out)
+                    silence.writing = False
         if needs_done and not _DONE.search(tail):
             raise WorkerResponseBroken("the stream ended before its last event")
+        if stream is not None:
+            await client.more(stream.rest())
+            if stream.error is not None:
+                raise _StreamFailed(stream.error)
         await client.end()
 
     @staticmethod
@@ -404,7 +507,7 @@ class RouterProxy:
 
     def _apply_failure(self, worker: RouterWorker, failure: TryFailed, request: RouterRequest) -> None:
         """Do what a failed try means for the worker: take it out, pause it, or ask for its models."""
-        if failure.kind in (WorkerFailure.ROUTER, WorkerFailure.NOT_LOADED):
+        if failure.kind in (WorkerFailure.ROUTER, WorkerFailure.NOT_LOADED, WorkerFailure.REFUSED):
             return
         if failure.kind is WorkerFailure.BUSY:
             headers = failure.answer.headers if failure.answer is not None else []
@@ -448,14 +551,21 @@ class RouterProxy:
                 suspect.worker.fail(WorkerFailure.SERVER_ERROR, suspect.detail)
         request.suspects.clear()
 
-    async def _end_broken(self, worker: RouterWorker, client: ClientConnection, why: str,
-                          status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> int:
-        """End an incomplete answer with an error event. Returns the answer's status. Raises ClientResponseBroken where
-        the answer is no stream that may get such an event."""
+    async def _end_broken(self, worker: RouterWorker, request: RouterRequest, client: ClientConnection, why: str,
+                          status: HTTPStatus = HTTPStatus.BAD_GATEWAY, lost: bool = False) -> int:
+        """End an incomplete answer with an error event. Returns the answer's status. Raises _StreamBroke where it may
+        go on instead, ClientResponseBroken where the answer is no stream that may get such an event."""
         self._metrics.of(worker.url, self._metrics.broken_streams).inc()
         if not client.takes_events:
             raise ClientResponseBroken(why)
-        await client.more(responses.error_event(why, status))
+        broke = _StreamBroke(worker, why, status, lost)
+        if request.stream is not None:
+            raise broke
+        return await self._end_stream(client, broke.error_event())
+
+    @staticmethod
+    async def _end_stream(client: ClientConnection, last: bytes) -> int:
+        await client.more(last)
         await client.end()
         return HTTPStatus.OK
 

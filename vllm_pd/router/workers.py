@@ -49,6 +49,7 @@ class WorkerFailure(StrEnum):
     NO_MODEL = "no_model"  # status 404; the worker is not taken out
     ROUTER = "router"  # the router lacks descriptors, memory or ports; the worker is not taken out
     BUSY = "busy"  # status 429 or 503; the worker is not taken out
+    REFUSED = "refused"  # another answer in place of the rest of a broken stream; the worker is not taken out
 
 
 class Interruption(Enum):
@@ -105,6 +106,7 @@ class RouterWorker:
         self.base_models: frozenset[str] = frozenset()
         self.models_asked_s = -math.inf  # when it was last asked for them
         self.root: str | None = None  # its model's folder or name
+        self.max_model_len: int | None = None  # the most tokens of a prompt and its answer
         self.in_flight: set[InFlightTry] = set()
         self.failures = 0  # failed probes in a row
         self.strikes = 0  # how often it was taken out again within STRIKE_S
