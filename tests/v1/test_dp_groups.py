@@ -120,7 +120,8 @@ def test_b20_b25_clients_leave_while_their_prompts_are_prefilled(mono, groups):
 
 
 def test_b22_b94_a_prompt_that_waits_for_a_p_that_stands_still_keeps_no_other_waiting(mono, groups):
-    """At the other rank. Where its own computes nothing, a forward pass of the other one would wait for it."""
+    """At the other rank. What vLLM's front end does about requests that come soon after the first one is in
+    `test_lockstep_groups`."""
     long, short = prompt(600, 900), [prompt(610 + number, 50) for number in range(4)]
     at = [{"X-data-parallel-rank": rank} for rank in RANKS]
     right = mono.generate([long]), mono.generate(short)
