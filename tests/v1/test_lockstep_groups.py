@@ -88,7 +88,7 @@ class Group:
         self.started = threading.Barrier(RANKS)
         self.ranks = [Rank(folder, rank, self, **settings) for rank in range(RANKS)]
         self.wave, self.runs = 0, False  # as the ranks have said
-        self.is_started = False  # as the front end believes
+        self.is_started = False  # as the front end believes until a rank reports; vLLM's looks again later
 
     def add(self, rank: int, request_id: str, token_ids: list[int], tokens: int) -> None:
         """A client's request comes."""
