@@ -9,6 +9,7 @@ any more. Where it does, the two have met in the end. Then the same with one thi
 from dataclasses import dataclass
 
 import pytest
+from explorer.broken import MeetsOnce
 from explorer.holds import HoldScene, search
 
 from vllm_pd.core import messages as m
@@ -158,16 +159,6 @@ class DropsReaders(PrefillProtocol):
 
     def _drop_idle(self, now, incarnation):
         return self._peering.drop_if_leaving(now, incarnation)
-
-
-class MeetsOnce(PrefillProtocol):
-    """A D that the registry lists again while it still reads is not met again."""
-
-    def _drop_idle(self, now, incarnation):
-        peer = self._peering.find(incarnation)
-        if peer is not None:
-            peer.wanted = False
-        return super()._drop_idle(now, incarnation)
 
 
 class ForgetsAtOnce(HoldReads):

@@ -105,7 +105,8 @@ class TrustsErrors(PrefillProtocol):
 
 
 class MeetsOnce(PrefillProtocol):
-    """A D that comes back while P still stops its jobs is not met again, so P never hears what it asks."""
+    """A D that comes back while P still stops its jobs, or while it still reads, is not met again, so P never hears
+    what it asks."""
 
     def _drop_idle(self, now, incarnation):
         peer = self._peering.find(incarnation)
