@@ -97,11 +97,11 @@ def claim(config: VllmConfig) -> None:
     if OWN_KEY not in transfer.kv_connector_extra_config:
         ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
         check_config(config, ours)
+        own = {OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}}
         # A copy: the user's may be used for another engine.
-        config.kv_transfer_config = dataclasses.replace(transfer, kv_role="kv_both", kv_load_failure_policy="recompute",
-            kv_connector_module_path=None if ours.store is None else STORE_MODULE, kv_connector_extra_config={
-                **transfer.kv_connector_extra_config,
-                OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}})
+        config.kv_transfer_config = dataclasses.replace(
+            transfer, kv_role="kv_both", kv_connector_extra_config=transfer.kv_connector_extra_config | own,
+            kv_connector_module_path=None if ours.store is None else STORE_MODULE, kv_load_failure_policy="recompute")
         if ours.store is not None:
             check_shared_store(config)
         if config.parallel_config._api_process_count > 1 and not config.shutdown_timeout:
