@@ -396,8 +396,8 @@ class DeliveredJob:
 
 
 async def test_an_offer_that_finds_no_place_in_the_inbox_takes_no_credit():
-    """The control thread stands still. Its job goes to another engine, and this one gets the next one."""
-    pulls, told, full = [], [], True
+    """The control thread is stopped. Its job goes to another engine, and this one gets the next one."""
+    pulls, offers, full = [], [], True
 
     async def pull(*terms):
         pulls.append(terms)
@@ -405,7 +405,7 @@ async def test_an_offer_that_finds_no_place_in_the_inbox_takes_no_credit():
     def report(message):
         if full:
             raise nats_backend.InboxFull("1000 messages wait")
-        told.append(message)
+        offers.append(message)
 
     session = nats_session.NatsSession(SimpleNamespace(pull=pull), "p", 5.0, report, collections.Counter(), None)
     session._member, session._complete = m.Member("p", m.Role.PREFILL, "", FINGERPRINT), True
@@ -420,7 +420,7 @@ async def test_an_offer_that_finds_no_place_in_the_inbox_takes_no_credit():
     await session._pull()
     assert len(pulls) == 2, "its only credit is still there"
     await session._on_delivered(DeliveredJob(2))
-    assert [(offer.job.attempt.number, offer.serial) for offer in told] == [(2, 1)] and len(pulls) == 2
+    assert [(offer.job.attempt.number, offer.serial) for offer in offers] == [(2, 1)] and len(pulls) == 2
 
 
 # Who may log in.

@@ -335,7 +335,7 @@ def test_a_full_disk_is_said_once_and_left_alone(setting: Setting, caplog, monke
 @pytest.mark.parametrize("name", ["mkdir", "stat", "open"])
 @pytest.mark.parametrize("opened", ["worker", "view"])
 def test_b104_b80_a_disk_that_hangs_at_the_start_is_named(setting: Setting, name: str, opened: str, monkeypatch):
-    """B104, B80: as a network disk whose server is gone. The engine does not stand still for good."""
+    """B104, B80: as a network disk whose server is gone. The engine does not hang."""
     answers, folder, call = threading.Event(), setting.settings.file_folder, getattr(os, name)
 
     def hangs(path, *arguments, **keywords):

@@ -89,8 +89,8 @@ def no_context() -> None:
 
 def longest_pause_s(youngest_s: float) -> float:
     """The longest pause before the next poll while the youngest open transfer is so old. The end of a short transfer is
-    seen within 2 ms, that of a long one LATE_SHARE of its time late at most, and within IDLE_POLL_S. So a transfer that
-    lasts, as to a peer that stands still, costs next to nothing."""
+    seen within 2 ms, that of a long one LATE_SHARE of its time late at most, and within IDLE_POLL_S. So a transfer to
+    a stopped peer costs almost no CPU."""
     return min(max(POLL_MAX_S, LATE_SHARE * youngest_s), IDLE_POLL_S)
 
 
