@@ -14,9 +14,11 @@ from vllm_pd.errors import TransferError, UnmappableSplit
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.plan import head_range, heads_to_write
 from vllm_pd.transfer.ranks import RankedTransport
-from vllm_pd.transfer.requests import Finished
+from vllm_pd.transfer.requests import AddTransferPeer, Finished, Write
+from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 from vllm_pd.transfer.split import layer_range
-from vllm_pd.transfer.transport import RanksMetadata, rank_name
+from vllm_pd.transfer.transport import RanksMetadata, Transport, rank_name
+from vllm_pd.transfer.worker import TransferWorker
 
 BLOCKS, BLOCK_SIZE, HEAD_SIZE, LAYERS = 5, 4, 2, 3
 HEAD_BYTES = BLOCK_SIZE * HEAD_SIZE  # of one byte each
@@ -314,3 +316,25 @@ def test_b42_b101_stages_may_differ_as_long_as_each_has_a_layer():
 def test_all_layouts_can_be_split():
     """The core knows layouts by name only."""
     assert set(m.SPLIT_LAYOUTS) == {layout.value for layout in Layout}
+
+
+@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: RankedTransport(own, 0, 1, 1),
+                                  lambda own: SlowTransport(own, EmulatedWire(), 1),
+                                  lambda own: RankedTransport(SlowTransport(own, EmulatedWire(), 1), 0, 1, 1)],
+                         ids=["the transport", "of a rank", "slow", "both"])
+def test_what_stands_for_a_transport_has_all_of_one(wrap):
+    own = Rank(FakeFabric(0, NO_FAULTS), "p", 0, 1, 1, Layout.HEADS_FIRST).own
+    wanted = {name for name in (*vars(Transport), *Transport.__annotations__) if not name.startswith("_")}
+    assert {"needs_polls", "write"} <= wanted and wanted <= set(dir(wrap(own)))
+
+
+@pytest.mark.parametrize("needs_polls", [False, True])
+def test_a_rank_s_transfer_that_lasts_says_how_rarely_to_poll(needs_polls):
+    engines = Engines(1, 1, 1, Faults(delay_s=10.0))
+    (rank, ) = engines.p
+    rank.own.needs_polls = needs_polls
+    now_s = [0.0]
+    worker = TransferWorker(rank.transport, clock=lambda: now_s[0])
+    worker.execute([AddTransferPeer("d", engines.metadata), Write("k", "d", [0], [0], [b"n"])])
+    now_s[0] = 4.0
+    assert worker.moving and worker.youngest_s == (0.0 if needs_polls else 4.0)

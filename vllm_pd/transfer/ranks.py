@@ -69,6 +69,11 @@ class RankedTransport:
         self._part_of: dict[str, str] = {}
         self._finished: list[Finished] = []
 
+    @property
+    def needs_polls(self) -> bool:
+        """See Transport."""
+        return self.transport.needs_polls
+
     def metadata(self) -> bytes:
         """This rank's entry in the engine's `RanksMetadata`."""
         return self.transport.metadata()
