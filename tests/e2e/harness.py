@@ -25,6 +25,7 @@ START_S = 400
 WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
 PROTOCOL = "disagg.protocol"
+RUNNING_JOBS = f"[known['state'].value for known in {PROTOCOL}.debug_state()['prefill'].values()].count('running')"
 CANCELLED = "agent:prefill_cancelled"
 # Somebody who stands still for some seconds, because others need the machine, is not taken for one that is gone.
 PATIENT = {"heartbeat_s": 1.5, "ttl_s": 8, "lease_s": 60}

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from harness import Pair, lend, prompt, start_pair
+from harness import RUNNING_JOBS, Pair, lend, prompt, start_pair
 from test_states import GRANTED, TestAbort, granted
 from test_tokens import test_b1_greedy_tokens_equal_those_of_one_engine as greedy
 
@@ -46,6 +46,7 @@ def test_p_may_send_a_job_after_the_step_that_computed_it(pair):
     pair.p.do("hold", held=True)
     names = pair.d.add_all([prompt(513 + number, "in a row") for number in range(3)])
     pair.d.wait_until(GRANTED.format(3))
+    pair.p.wait_until(f"{RUNNING_JOBS} == 3")  # D counts a grant when it sends it
     pair.p.do("step", count=1)
     first, *others = pair.p.evaluate(STATES)
     assert first == "computed" and len(others) == 2 and {*others} <= {"queued", "computing"}

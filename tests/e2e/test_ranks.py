@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, PROTOCOL, WAIT_S, EngineProcess, Pair, prompt
+from harness import PATIENT, PROTOCOL, RUNNING_JOBS, WAIT_S, EngineProcess, Pair, prompt
 
 from tests.forked import freeze
 from tests.waiting import wait_for
@@ -26,7 +26,6 @@ def stop_first(progress):
     return requests
 jobs.take_requests = stop_first
 """
-GRANTED = f"[known['state'].value for known in {PROTOCOL}.debug_state()['prefill'].values()].count('running')"
 LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
 
 
@@ -90,7 +89,7 @@ def test_b40_b44_two_ranks_and_one_prefill_side_by_side(trio, two, mono):
         engine.do("hold", held=True)
     names = trio.d.add_all(prompts)
     for engine in (trio.p, two):  # the queue has more than either may hold
-        wait_for(lambda engine=engine: engine.evaluate(GRANTED) >= 2, "it has jobs")
+        wait_for(lambda engine=engine: engine.evaluate(RUNNING_JOBS) >= 2, "it has jobs")
     for engine in (trio.p, two):
         engine.do("hold", held=False)
     assert [result["outputs"][0]["token_ids"] for result in trio.d.wait(names)] == expected
