@@ -10,7 +10,9 @@ All with the tiny model. Everything is compared within the run: the step times i
 turns on one core (as bench_step.py does for V0), the waiting engine with a stock one whose requests wait as well.
 
     scheduler, engine   one step of: stock vLLM, again (the noise), with vllm-pd installed and off (goal 1.00), and on
-                        without a job (goal 1.02); CPU time of the process, its threads included
+                        without a job (goal 1.02); CPU time of the process, its threads included. Processes of one kind
+                        differ by more than that goal, so `engine` also compares rounds of one process, in which the
+                        plugin is taken out of the steps and put back
     waiting             the CPU of each process of an engine, idle and with parked requests only, TP 1 and TP 2 (goal
                         0.05 of a core), and of the prefill engine whose writes do not end; stock vLLM with a connector
                         that never delivers
@@ -40,7 +42,7 @@ from typing import Any
 from _bench_v1 import pushing, waiting
 from _bench_v1.installations import find_installations
 from _bench_v1.servers import BenchServer, install_probe, start_broker
-from _bench_v1.steps import GOALS, STEPS, StepComparison, untouched
+from _bench_v1.steps import STEPS, StepComparison, goals_of, untouched
 from _series.errors import Refusal
 from _wheel import cache
 from _wheel.process import BuildError
@@ -194,8 +196,8 @@ def show(found: dict[str, Any]) -> None:
     """Prints the summary."""
     for kind in STEPS:
         for name, one in found.get(kind, {}).get("verdicts", {}).items():
-            goal = "" if GOALS[name] is None else f", goal {GOALS[name]:.2f}"
-            print(f"{kind:10} {name:13} {one['step_a_s'] * 1e6:8.1f} us stock {one['step_b_s'] * 1e6:8.1f} us  ratio "
+            goal = "" if goals_of(kind)[name] is None else f", goal {goals_of(kind)[name]:.2f}"
+            print(f"{kind:10} {name:18} {one['step_a_s'] * 1e6:8.1f} us stock {one['step_b_s'] * 1e6:8.1f} us  ratio "
                   f"{one['cpu_ratio']:.4f} [{one['low']:.4f}, {one['high']:.4f}], wall {one['wall_ratio']:.4f}{goal}; "
                   f"{'same' if one['same_decisions'] else 'DIFFERENT'} decisions")
     for name, shares in found.get("waiting", {}).get("shares", {}).items():

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+TURNS = "turns"  # the argument by which rounds take turns, see `worker_v1`
+
 
 @dataclass(frozen=True)
 class StepLoad:
@@ -166,15 +168,23 @@ def timed(steps: TimedSteps, count: int, cpu_time: Callable[[], float] = time.th
 
 
 def take_turns(load: StepLoad, make: Callable[[StepLoad], TimedSteps], about: Callable[[], dict],
-               cpu_time: Callable[[], float] = time.thread_time) -> None:
-    """The life of a worker. `make` builds the steps, `about` says what its first line tells."""
+               cpu_time: Callable[[], float] = time.thread_time,
+               before_round: Callable[[TimedSteps, int], None] = lambda steps, number: None) -> None:
+    """The life of a worker. `make` builds the steps, `about` says what its first line tells. `before_round` is called
+    with the number of each round, from 0."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     steps = make(load)
     timed(steps, min(30, load.context_tokens - load.prompt_tokens - 1))  # warm
     print(json.dumps(about()), file=answers, flush=True)
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
+        before_round(steps, number)
         print(json.dumps(timed(steps, int(line), cpu_time)), file=answers, flush=True)
+
+
+def has_plugin(number: int) -> bool:
+    """Whether that round of TURNS has the plugin: with, without, without, with, and so on."""
+    return number % 4 in (0, 3)
 
 
 def origin() -> dict:

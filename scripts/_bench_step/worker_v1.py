@@ -2,6 +2,7 @@
 """A process that times steps of engine V1, as `worker` does those of V0.
 
 Its first argument is a JSON object with the fields of `StepLoad`. A second one is the engine's `--kv-transfer-config`.
+With a third one, TURNS, its rounds of steps take turns: with the plugin and without it, as `in_turns` says.
 The engine and its only rank are in this process, without a front end, so that one clock shows all that a step costs.
 CPU time is that of the process: the threads of the plugin count.
 """
@@ -14,7 +15,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from worker import StepLoad, origin, take_turns
+from worker import TURNS, StepLoad, has_plugin, origin, take_turns
 
 POOL_TOKENS = 4  # times what the batch needs
 
@@ -56,6 +57,7 @@ class V1EngineSteps(V1Steps):
 
     def __init__(self, load: StepLoad, transfer: dict | None) -> None:
         super().__init__(load, transfer)
+        self.taken_out: tuple = ()
         from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
@@ -82,7 +84,23 @@ class V1EngineSteps(V1Steps):
     def finish(self, decided: tuple) -> object:
         """The batch's newest tokens."""
         outputs, _ = decided
-        return [(one.request_id, one.new_token_ids) for output in outputs.values() for one in output.outputs]
+        return [(int(one.request_id) - self.admitted, one.new_token_ids)
+                for output in outputs.values() for one in output.outputs]
+
+    def put_plugin(self, back: bool) -> None:
+        """Take the plugin out of the steps: then the scheduler is V1's own, and neither it nor the rank has a
+        connector. `back`: put it back. Its threads stay."""
+        from vllm.distributed.kv_transfer import kv_transfer_state
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        if not self.taken_out:
+            self.taken_out = type(self.scheduler), self.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+        ours, connector, rank = self.taken_out
+        stock = AsyncScheduler if issubclass(ours, AsyncScheduler) else Scheduler
+        self.scheduler.__class__ = ours if back else stock
+        self.scheduler.connector = connector if back else None
+        kv_transfer_state._KV_CONNECTOR_AGENT = rank if back else None
 
 
 class V1SchedulerSteps(V1Steps):
@@ -174,11 +192,18 @@ def about() -> dict:
                        "wrapped": [one.__qualname__ for one in methods if "vllm_pd" in vars(one)]}
 
 
+def in_turns(steps: V1EngineSteps, number: int) -> None:
+    """A round of TURNS begins, on a new batch: all rounds decide the same."""
+    steps.put_plugin(has_plugin(number))
+    steps.refill()
+
+
 def main() -> int:
     load = StepLoad(**json.loads(sys.argv[1]))
     steps = {"engine": V1EngineSteps, "scheduler": V1SchedulerSteps}[load.kind]
     transfer = json.loads(sys.argv[2]) if len(sys.argv) > 2 else None
-    take_turns(load, lambda load: steps(load, transfer), about, time.process_time)
+    before_round = [in_turns] if TURNS in sys.argv[3:] else []
+    take_turns(load, lambda load: steps(load, transfer), about, time.process_time, *before_round)
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from _bench_step.pairs import StepPair, StepVerdict, judge
 from _bench_step.turns import StepWorker
-from _bench_step.worker import StepLoad
+from _bench_step.worker import TURNS, StepLoad, has_plugin
 
 from _bench_v1.installations import BenchInstallation
 from _bench_v1.waiting import PARKING
@@ -18,6 +18,7 @@ from _bench_v1.waiting import PARKING
 WORKER = Path(__file__).resolve().parents[1] / "_bench_step" / "worker_v1.py"
 STEPS = {"engine": 8, "scheduler": 100}  # of a round: short, so that other work on the machine hits all of it
 EMPTY = "any connector"  # without a goal
+IN_TURNS = "on, in one process"  # with the plugin and without it, in turns: the process is the same
 GOALS = {"stock again": 1.0, "off": 1.0, EMPTY: None, "on": 1.02}
 
 
@@ -50,12 +51,13 @@ class StepComparison:
         alternates."""
         load = StepLoad(kind, self.model, 8, 32, 1024, 32, prefix_caching=True)
         names = ["stock", *GOALS]
-        pairs: dict[str, list[StepPair]] = {name: [] for name in GOALS}
+        goals = goals_of(kind)
+        pairs: dict[str, list[StepPair]] = {name: [] for name in goals}
         about: dict[str, dict] = {}
         for number in range(self.processes):
             workers: dict[str, StepWorker] = {}
             try:
-                for name in names if number % 2 == 0 else reversed(names):
+                for name in ["stock", *goals] if number % 2 == 0 else reversed(["stock", *goals]):
                     workers[name] = self._start(name, load)
                 about = {name: worker.ready().about for name, worker in workers.items()}
                 for turn in range(self.rounds):
@@ -64,6 +66,9 @@ class StepComparison:
                              for name in (order if turn // len(names) % 2 == 0 else reversed(order))}
                     for name in GOALS:
                         pairs[name].append(StepPair.of(number, timed["stock"], timed[name]))
+                    if IN_TURNS in goals:
+                        both = {has_plugin(2 * turn + half): workers[IN_TURNS].steps(STEPS[kind]) for half in (0, 1)}
+                        pairs[IN_TURNS].append(StepPair.of(number, both[False], both[True]))
             finally:
                 for worker in workers.values():
                     worker.close()
@@ -73,12 +78,18 @@ class StepComparison:
     def _start(self, name: str, load: StepLoad) -> StepWorker:
         where = self.stock if name.startswith("stock") or name == EMPTY else self.plugin
         command = [where.python, str(WORKER), json.dumps(asdict(load))]
-        if name == "on":
+        if name in ("on", IN_TURNS):
             command.append(json.dumps({"kv_connector": "PDConnector", "kv_role": "kv_both",
                                        "kv_connector_extra_config": {"broker": self.broker}}))
+            command += [TURNS] if name == IN_TURNS else []
         elif name == EMPTY:
             command.append(json.dumps(PARKING))  # its requests are too short for it
         return StepWorker(command, where.environment(Path(__file__).parent), self.core, self.log)
+
+
+def goals_of(kind: str) -> dict[str, float | None]:
+    """What is compared of this kind of steps, with the goals."""
+    return GOALS | ({IN_TURNS: GOALS["on"]} if kind == "engine" else {})
 
 
 def untouched(about: dict, stock: dict) -> bool:

@@ -8,7 +8,7 @@ import zmq
 
 from tests.fakes.brokers import serving
 from tests.sockets.test_agent import FINGERPRINT, Engine, Settings
-from vllm_pd.control.notices import SHORT_WRITE_S, Notices
+from vllm_pd.control.notices import LONG_WRITE_POLL_S, SHORT_WRITE_POLL_S, SHORT_WRITE_S, Notices
 from vllm_pd.core import messages as m
 from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
 from vllm_pd.liveness.process import local_member
@@ -86,7 +86,8 @@ def looks(decode: DecodeProtocol, begin: float, seconds: float = SHORT_WRITE_S) 
     """How often the engine is woken, if the thread asks each tenth of a millisecond."""
     notices = Notices()
     notices.look_soon(begin)
-    return sum(notices.are_due(begin + tick * 1e-4, decode.writing_since()) for tick in range(int(seconds * 1e4)))
+    return sum(notices.take_due(begin + tick * 1e-4, decode.writing_since()) is not None
+               for tick in range(int(seconds * 1e4)))
 
 
 def test_the_younger_a_write_the_more_often_its_notice_is_looked_for(granted):
@@ -95,6 +96,39 @@ def test_the_younger_a_write_the_more_often_its_notice_is_looked_for(granted):
     decode.receive(1.0, "p", m.Writing(attempt, 0))
     assert 1 == computing < looks(decode, 1.5) < looks(decode, 1.0)
     assert looks(decode, 10.0) == 1, "a write that takes long"
+
+
+def test_where_a_look_lasts_the_next_one_is_due_at_its_end_with_the_same_pauses(granted):
+    decode, attempt = granted
+    decode.receive(1.0, "p", m.Writing(attempt, 0))
+    lasting, single = Notices(lasting=True), Notices()
+    told, covered, ticks = 0, None, 30_000
+    for notices in (lasting, single):
+        notices.look_soon(1.0)
+    for now in (1.0 + tick * 1e-4 for tick in range(ticks)):
+        watch, once = (notices.take_due(now, decode.writing_since()) for notices in (lasting, single))
+        if watch is not None:
+            told += 1
+            covered = now + watch.lasts_s
+            assert watch.lasts_s > watch.pause_s
+        assert now < covered + 2e-4, "a write is watched without a gap"
+        if once is not None:
+            assert once.lasts_s == 0
+    assert told < 40, "3 s of a write"
+
+
+def test_a_young_write_beside_an_old_one_is_watched_closely(granted):
+    decode, attempt = granted
+    decode.receive(1.0, "p", m.Writing(attempt, 0))
+    notices = Notices(lasting=True)
+    notices.look_soon(4.0)
+    assert notices.take_due(4.0, decode.writing_since()).pause_s == LONG_WRITE_POLL_S
+    younger = m.Attempt(decode.member.incarnation, "s", 1)
+    decode.submit(4.0, younger, [1] * 20, [3, 4], 0)
+    decode.receive(4.0, "p", m.Claim(younger, 0))
+    decode.receive(4.05, "p", m.Writing(younger, 0))
+    notices.look_soon(4.05)
+    assert notices.take_due(4.05, decode.writing_since()) == (SHORT_WRITE_POLL_S, SHORT_WRITE_S)
 
 
 def test_nobody_looks_where_nobody_may_write(granted):

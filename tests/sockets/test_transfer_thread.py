@@ -2,18 +2,32 @@
 """The thread that carries out an engine's transfers: no end waits for the step loop, which waits for no transfer."""
 
 import collections
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from tests.slow_write import is_open_at_each_write
 from tests.waiting import wait_for
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer import thread
-from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, Finished, Notice, Read, Write
+from vllm_pd.transfer.engine import EngineTransfer, RemoteEngineTransfer
+from vllm_pd.transfer.gather import RankTransfers
+from vllm_pd.transfer.packets import PacketSocket
+from vllm_pd.transfer.requests import (
+    AddTransferPeer,
+    CancelTransfer,
+    Finished,
+    Notice,
+    Read,
+    TransferProgress,
+    TransferRequest,
+    Write,
+)
 from vllm_pd.transfer.transport import TransportProgress
 from vllm_pd.transfer.worker import TransferWorker
 
@@ -327,3 +341,180 @@ def test_the_end_of_a_short_transfer_is_seen_within_2_ms_and_of_a_long_one_a_lit
     for age_s in (0.06, 0.1, 0.5, 1.0):
         assert thread.longest_pause_s(age_s) == pytest.approx(0.02 * age_s)
     assert thread.longest_pause_s(2.0) == thread.longest_pause_s(1e6) == thread.IDLE_POLL_S
+
+
+class Sockets:
+    """Transfers like those of ranks in other processes: any thread may run requests, one at a time."""
+
+    moving, youngest_s, busy = False, 0.0, False
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, str]] = []  # thread, and key
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.inside, self.overlaps, self.polls = 0, 0, 0
+
+    def execute(self, requests: list[TransferRequest]) -> None:
+        self.inside += 1
+        self.overlaps += self.inside > 1
+        time.sleep(0)
+        self.ran += [(threading.current_thread().name, request.key) for request in requests]
+        self.inside -= 1
+        if any(request.key == "bad" for request in requests):
+            raise RuntimeError("injected")
+
+    def take_progress(self) -> TransferProgress:
+        self.inside += 1
+        self.overlaps += self.inside > 1
+        self.polls += 1
+        assert self.go_on.wait(WAIT_S)
+        self.inside -= 1
+        return TransferProgress([], [], [])
+
+    def synchronize(self) -> None:
+        pass
+
+    def live_handles(self) -> int:
+        return 0
+
+    def close(self) -> bool:
+        return True
+
+
+class Owner:
+    """The owner of a thread, with nothing but a pipe."""
+
+    def __init__(self) -> None:
+        self.read, self.written = os.pipe()
+        self.received = lambda: None
+
+    def deliver(self, progress: TransferProgress) -> bool:
+        return True
+
+    def filenos(self) -> list[int]:
+        return [self.read]
+
+    def receive(self) -> bool:
+        os.read(self.read, 100)
+        self.received()
+        return True
+
+    def released(self, ended: bool) -> None:
+        pass
+
+
+@pytest.fixture
+def sockets() -> Sockets:
+    return Sockets()
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    os.close(made.read)
+    os.close(made.written)
+
+
+@pytest.fixture
+def driven(sockets, owner) -> Iterator[thread.TransferThread]:
+    """Started, and asleep."""
+    made = thread.TransferThread(sockets, owner, at_once=True)
+    made.start()
+    yield made
+    sockets.go_on.set()
+    made.close()
+    assert not sockets.overlaps
+
+
+def cancels(*keys: str) -> list[TransferRequest]:
+    return [CancelTransfer(key) for key in keys]
+
+
+def test_b94_what_never_blocks_runs_in_the_callers_thread_unless_it_would_overtake(driven, sockets):
+    driven.execute(cancels("a"))
+    assert sockets.ran == [(threading.current_thread().name, "a")]
+    sockets.go_on.clear()
+    driven._wake()
+    wait_for(lambda: sockets.inside, "it polls")
+    driven.execute(cancels("b"))  # neither waits for the poll
+    driven.execute(cancels("c"))
+    assert len(sockets.ran) == 1
+    sockets.go_on.set()
+    wait_for(lambda: len(sockets.ran) == 3, "they run")
+    assert [key for _, key in sockets.ran] == ["a", "b", "c"]
+
+
+def test_b20_each_callers_requests_run_in_its_order_whoever_runs_them(driven, sockets):
+    def call(name: str) -> None:
+        for number in range(300):
+            driven.execute(cancels(f"{name}{number}"))
+            if number % 7 == 0:
+                driven._wake()
+
+    callers = [threading.Thread(target=call, args=name) for name in "xyz"]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    wait_for(lambda: len(sockets.ran) == 900, "all run")
+    for name in "xyz":
+        assert [key for _, key in sockets.ran if key[0] == name] == [f"{name}{number}" for number in range(300)]
+
+
+def test_b20_an_error_at_once_does_not_reach_the_step_loop(driven, sockets, caplog):
+    driven.execute(cancels("bad"))
+    driven.execute(cancels("next"))
+    assert [key for _, key in sockets.ran] == ["bad", "next"] and "unexpected error" in caplog.text
+
+
+def test_b20_what_could_not_be_sent_at_once_is_sent_by_the_thread(driven, sockets):
+    sockets.busy = True
+    before = sockets.polls
+    driven.execute(cancels("a"))
+    wait_for(lambda: sockets.polls > before + 1, "the thread polls until it is sent")
+    sockets.busy = False
+
+
+def test_nothing_runs_after_the_release(driven, sockets):
+    assert driven.close()
+    driven.execute(cancels("late"))
+    assert not sockets.ran
+
+
+def test_b94_a_watch_polls_by_itself_and_ends(driven, sockets, owner):
+    owner.received = lambda: driven.poll_until(time.monotonic() + 0.3, 0.001)
+    before, began = sockets.polls, time.monotonic()
+    os.write(owner.written, b"x")
+    wait_for(lambda: sockets.polls > before + 20, "it polls without another word")
+    time.sleep(max(0.0, began + 0.5 - time.monotonic()))
+    polled = sockets.polls
+    time.sleep(0.2)
+    assert sockets.polls == polled, "and not after its end"
+    owner.received = lambda: driven.poll_until(time.monotonic() - 1.0, 0.001)
+    os.write(owner.written, b"x")
+    wait_for(lambda: sockets.polls == polled + 1, "a single look")
+    time.sleep(0.1)
+    assert sockets.polls == polled + 1
+
+
+def test_b20_a_request_for_a_rank_whose_socket_is_full_arrives_when_it_reads():
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    rank = PacketSocket(far)
+    engine = RemoteEngineTransfer(RankTransfers({0: PacketSocket(near)}))
+    engine.start(lambda: None, lambda end: None)
+    sent = 0
+    while not engine.own.busy:
+        engine.execute([Write(f"k{sent}", "d", list(range(1000)), list(range(1000)), [b"n"])])
+        sent += 1
+    engine.execute([CancelTransfer("last")])
+    read: list[str] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while not read or read[-1] != "last":
+        assert time.monotonic() < deadline_s, len(read)
+        rank.wait(0.01)
+        for message in rank.receive():
+            read += [request.key for request in msgspec.msgpack.decode(message, type=list[TransferRequest])]
+    assert read == [*(f"k{number}" for number in range(sent)), "last"]
+    rank.close()
+    engine.close()

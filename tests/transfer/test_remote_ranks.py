@@ -80,6 +80,15 @@ def test_b44_b101_real_bytes_land_where_they_belong(engine, p_ranks, d_ranks, p_
     check(d, d_ranks)
 
 
+def test_b94_one_word_makes_a_rank_look_until_the_notice_is_there(engine):
+    p, d = engine(1, True), engine(1, False)
+    p.meet(d)
+    d.transfer.watch(0.001, WAIT_S)
+    p.transfer.execute([write(peer=d, ranks=1)])
+    (notice,) = d.until(lambda progress: progress.notices).notices
+    assert notice.payload == b"from 0"
+
+
 @pytest.mark.parametrize("of", [Heads(1, 576, torch.int16), Heads(1, 576, torch.uint8)], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("p_ranks,d_ranks,p_order,d_order", [
     (1, 1, "LBNHC", "BLNHC"), (1, 2, "LBNHC", "LBNHC"), (2, 1, "LBNHC", "LBNHC"), (2, 4, "BLNHC", "LBNHC")])

@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 
 class ControlAgent:
     """Built with the engine, `start`ed before its first step, `close`d after its last. The engine works with its
-    `protocol`; it is woken by `wake`, called in the control thread. `look` is called there as well, while a transfer's
-    notice is due; without it, the engine is woken to look for it. After that thread has died (`error`) every request
-    stays local."""
+    `protocol`; it is woken by `wake`, called in the control thread. For `look` see ControlThread. After that thread has
+    died (`error`) every request stays local."""
 
     def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, wake: Callable[[], None],
                  clock: Callable[[], float] = time.monotonic,
                  is_gone: Callable[[m.Member], bool] = process.is_gone, front: str | None = None,
-                 look: Callable[[], None] | None = None):
+                 look: Callable[[float, float], None] | None = None):
         self.protocol = PeerProtocol(config, member, transfer_metadata, clock)
         self._config = config
         self._metadata = transfer_metadata
         self._wake = wake
-        self._look = look or wake
+        self._look = look
         self._clock = clock
         self._is_gone = is_gone
         self._front = front

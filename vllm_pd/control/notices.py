@@ -5,6 +5,8 @@ While a P writes it looks often, for the transport makes no progress of its own:
 write of a short prompt ends, less often later. While a P computes it looks only in case the message that it writes got
 lost.
 """
+from typing import NamedTuple
+
 SHORT_WRITE_POLL_S = 0.001
 SHORT_WRITE_S = 0.010
 WRITING_POLL_S = 0.002
@@ -13,34 +15,43 @@ LONG_WRITE_S = 2.0
 WORKING_POLL_S = 0.100
 
 
-class Notices:
-    """`next_look` is when the engine is next to be woken for a look; None where it need not be."""
+class Watch(NamedTuple):
+    """Look now, and go on for `lasts_s` with pauses of at most `pause_s`. `lasts_s` 0: look once."""
+    pause_s: float
+    lasts_s: float
 
-    def __init__(self) -> None:
+
+class Notices:
+    """`next_look` is when the engine is next to be asked to look; None where it need not be. `lasting`: the engine can
+    go on looking by itself, so it is asked again only when a `Watch` ends."""
+
+    def __init__(self, lasting: bool = False) -> None:
         self.next_look: float | None = None
+        self._lasting = lasting
 
     def look_soon(self, now: float) -> None:
         """A P writes, or has written."""
         self.next_look = now
 
-    def are_due(self, now: float, writing_since: float | None) -> bool:
-        """Whether the engine is to look now. To be asked at least at `next_look`; `writing_since` is the protocol's."""
-        after = _next_look(now, writing_since)
-        if after is None or self.next_look is None:
-            self.next_look = after
-            return False
-        if now < self.next_look:
-            return False
-        self.next_look = after
-        return True
+    def take_due(self, now: float, writing_since: float | None) -> Watch | None:
+        """How the engine is to look from now on; None where nothing new is due. To be asked at least at `next_look`.
+        `writing_since` is the protocol's."""
+        watch = self._watch(now, writing_since)
+        due = watch is not None and self.next_look is not None and now >= self.next_look
+        if watch is None:
+            self.next_look = None
+        elif due or self.next_look is None:
+            self.next_look = now + max(watch)
+        return watch if due else None
 
-
-def _next_look(now: float, writing_since: float | None) -> float | None:
-    """When to look after a look at `now`; None where nobody may write."""
-    if writing_since is None:
-        return None
-    if writing_since == float("-inf"):
-        return now + WORKING_POLL_S
-    if now - writing_since < SHORT_WRITE_S:
-        return now + SHORT_WRITE_POLL_S
-    return now + (WRITING_POLL_S if now - writing_since < LONG_WRITE_S else LONG_WRITE_POLL_S)
+    def _watch(self, now: float, writing_since: float | None) -> Watch | None:
+        """How to look from `now` on; None where nobody may write."""
+        if writing_since is None:
+            return None
+        age_s = now - writing_since
+        if writing_since == float("-inf"):
+            return Watch(WORKING_POLL_S, 0.0)
+        if age_s < SHORT_WRITE_S:
+            return Watch(SHORT_WRITE_POLL_S, SHORT_WRITE_S if self._lasting else 0.0)
+        pause_s = WRITING_POLL_S if age_s < LONG_WRITE_S else LONG_WRITE_POLL_S
+        return Watch(pause_s, WORKING_POLL_S if self._lasting else 0.0)

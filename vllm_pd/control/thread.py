@@ -29,22 +29,23 @@ READS_S = 1.0  # how long the end of this engine waits for decode engines to end
 
 class ControlThread:
     """Owns `sockets` and `poster`, which it closes at its end, and borrows `lifeline`. `wake` is called from the thread
-    when there are new events. `look` is called now and then while a transfer's notice is due, which only the engine can
-    see. `error` is what the thread died of; from then on nothing is sent."""
+    when there are new events. `look` is called from the thread while the notice of a transfer is due, which only the
+    engine can see; its arguments are those of a `Watch`. Without it, the engine is woken for each look. `error` is what
+    the thread died of; from then on nothing is sent."""
 
     def __init__(self, protocol: PeerProtocol, sockets: ControlSockets, lifeline: Lifeline, wake: Callable[[], None],
-                 clock: Callable[[], float], is_gone: Callable[[m.Member], bool], look: Callable[[], None],
-                 poster: MetaserverPoster | None = None):
+                 clock: Callable[[], float], is_gone: Callable[[m.Member], bool],
+                 look: Callable[[float, float], None] | None = None, poster: MetaserverPoster | None = None):
         self.error: BaseException | None = None
         self._protocol = protocol
         self.sockets = sockets
         self._lifeline = lifeline
         self.liveness = LivenessMonitor()
-        self._notices = Notices()
+        self._notices = Notices(lasting=look is not None)
         self._direct = DirectJobs()
         self._poster = poster
         self._wake = wake
-        self._look = look
+        self._look = look or (lambda pause_s, lasts_s: wake())
         self._clock = clock
         self._is_gone = is_gone
         self._stopping = False
@@ -264,7 +265,8 @@ class ControlThread:
 
     def _wake_engine(self) -> None:
         """Wake the engine if there is something for it to see, or to look for."""
-        if self._notices.are_due(self._clock(), self._protocol.writing_since()):
-            self._look()
+        watch = self._notices.take_due(self._clock(), self._protocol.writing_since())
+        if watch is not None:
+            self._look(*watch)
         if self._protocol.announce():
             self._wake()

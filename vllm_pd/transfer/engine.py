@@ -17,13 +17,13 @@ from vllm_pd.transfer.worker import TransferWorker
 
 class EngineTransfer:
     """`own` are the transfers of rank 0, in this process. `gathered` are those of all ranks, if there are others.
-    `enter` is the first call in the thread, see TransferThread. This object owns both transfers."""
+    `enter` and `at_once`: see TransferThread. This object owns both transfers."""
 
     def __init__(self, own: TransferWorker | RankTransfers, gathered: GatheredTransfer | RankTransfers | None = None,
-                 enter: Callable[[], None] = no_context) -> None:
+                 enter: Callable[[], None] = no_context, at_once: bool = False) -> None:
         self.own = own
         self._gathered = gathered
-        self._thread = TransferThread(gathered or own, self, enter)
+        self._thread = TransferThread(gathered or own, self, enter, at_once)
         self._untaken: collections.deque[TransferProgress] = collections.deque()
         self._wake: Callable[[], None] = no_context
         self._report_end: Callable[[Finished], None] = lambda end: None
@@ -95,14 +95,18 @@ class EngineTransfer:
 class RemoteEngineTransfer(EngineTransfer):
     """The transfers of an engine whose ranks are all in other processes: V1's. It owns `ranks`.
 
-    `execute` and `poll` may be called in any thread and never block. A rank waits for its device by itself, by the
-    `after_step` of a request.
+    `execute`, `poll` and `watch` may be called in any thread and never block. A rank waits for its device by itself, by
+    the `after_step` of a request.
     """
 
     def __init__(self, ranks: RankTransfers) -> None:
-        super().__init__(ranks, ranks)
+        super().__init__(ranks, ranks, at_once=True)
 
     def poll(self) -> None:
         """Have rank 0 look for notices, which come as progress. It does so by itself only while a transfer of ours is
         open."""
-        self._thread.execute([Look()])
+        self.execute([Look()])
+
+    def watch(self, pause_s: float, lasts_s: float) -> None:
+        """Have rank 0 look for notices as `Look` says."""
+        self.execute([Look(pause_s, lasts_s)])

@@ -155,13 +155,14 @@ class RankConnections:
         """Their file descriptors."""
         return [connection.fileno() for connection in list(self._connections.values())]
 
-    def send(self, rank: int, message: bytes) -> None:
-        """Send a message to that rank, unless it is gone."""
+    def send(self, rank: int, message: bytes) -> bool:
+        """Send a message to that rank, unless it is gone. False if some of it could not be sent yet."""
         if rank in self._connections:
             try:
-                self._connections[rank].send(message)
+                return self._connections[rank].send(message)
             except (OSError, ControlError) as error:
                 self._lose(rank, error)
+        return True
 
     def flush(self) -> bool:
         """Send what could not be sent before. False if some of it can't be sent yet."""
@@ -306,9 +307,9 @@ class RankTransfers:
             self._open.update(request.key for request in sent if isinstance(request, Write | Read))
             message = msgspec.msgpack.encode(sent)
             for rank in range(self._ends.ranks):
-                self._ranks.send(rank, message)
+                self._all_sent &= self._ranks.send(rank, message)
         elif self._all_sent:  # otherwise it looks when it gets the rest
-            self._ranks.send(0, msgspec.msgpack.encode([]))
+            self._all_sent = self._ranks.send(0, msgspec.msgpack.encode(requests))
 
     def filenos(self) -> list[int]:
         """The ranks' sockets. `take_progress` reads their input."""

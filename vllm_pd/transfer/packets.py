@@ -46,9 +46,9 @@ class PacketSocket:
         """What to poll for reading."""
         return self._connection.fileno()
 
-    def send(self, message: bytes) -> None:
-        """Send a message, now or in `flush`. Raises ControlError if too much is unsent already, and OSError if the
-        connection is broken."""
+    def send(self, message: bytes) -> bool:
+        """Send a message, now or in `flush`. False if some of it could not be sent yet. Raises ControlError if too much
+        is unsent already, and OSError if the connection is broken."""
         if self._unsent_bytes + len(message) > MAX_UNSENT_BYTES:
             raise ControlError(f"the other end has not read {self._unsent_bytes} bytes")
         view = memoryview(message)
@@ -56,7 +56,7 @@ class PacketSocket:
             kind = MORE if start + PACKET_BYTES < len(message) else LAST
             self._unsent.append(kind + view[start:start + PACKET_BYTES])
         self._unsent_bytes += len(message)
-        self.flush()
+        return self.flush()
 
     def flush(self) -> bool:
         """Send what is queued. False if some of it could not be sent yet. Raises OSError if the connection is broken.

@@ -30,7 +30,7 @@ from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.gather import RankListener, connect, encode_progress
 from vllm_pd.transfer.packets import PacketSocket
-from vllm_pd.transfer.requests import TransferProgress, TransferRequest
+from vllm_pd.transfer.requests import Look, TransferProgress, TransferRequest
 from vllm_pd.transfer.thread import Transfers, TransferThread, no_context
 
 logger = logging.getLogger("vllm.pd")
@@ -107,10 +107,17 @@ class RankThread:
             return False
         for message in messages:
             try:
-                self._thread.execute(msgspec.msgpack.decode(message, type=list[TransferRequest]))
+                requests = msgspec.msgpack.decode(message, type=list[TransferRequest])
             except UNREADABLE as error:
                 self._unread += 1
                 logger.error("a message of the engine can't be read: %s", error)
+                continue
+            for look in requests:
+                if isinstance(look, Look):
+                    self._thread.poll_until(time.monotonic() + look.lasts_s, look.pause_s)
+            others = [request for request in requests if not isinstance(request, Look)]
+            if others:
+                self._thread.execute(others)
         return not self._connection.farewell
 
     def released(self, ended: bool) -> None:

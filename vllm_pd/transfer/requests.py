@@ -71,7 +71,10 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """Look for notices. Only for an engine whose ranks are all in other processes."""
+    """Look for notices: now, and for `lasts_s` from now with pauses of at most `pause_s`. A later one that lasts
+    replaces the former. Only for an engine whose ranks are all in other processes."""
+    pause_s: float = 0.0
+    lasts_s: float = 0.0
 
 
 TransferRequest = (AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | OpenGrant | CloseGrant | Flush

@@ -96,9 +96,11 @@ def longest_pause_s(youngest_s: float) -> float:
 
 class TransferThread:
     """Drives `transfers` for `owner`, and owns the transfers. `enter` is the first call in the thread; it enters the
-    device's context."""
+    device's context. `at_once`: `transfers.execute` never blocks and may be called in any thread, so a request need not
+    wait for this one to wake up."""
 
-    def __init__(self, transfers: Transfers, owner: ThreadOwner, enter: Callable[[], None] = no_context) -> None:
+    def __init__(self, transfers: Transfers, owner: ThreadOwner, enter: Callable[[], None] = no_context,
+                 at_once: bool = False) -> None:
         self._transfers = transfers
         self._owner = owner
         self._enter = enter
@@ -108,6 +110,9 @@ class TransferThread:
         # Protects `_wakeup`, whose number another file may have once it is closed. Reentrant, because the garbage
         # collector may call `close` in any thread.
         self._wakeup_lock = threading.RLock()
+        self._at_once = at_once
+        self._polled_until = 0.0
+        self._polled_pause_s = IDLE_POLL_S
         self._closing = False
         self._released = False
         self._ended = False
@@ -122,8 +127,15 @@ class TransferThread:
         the device if data must move, and never for the transport."""
         if any(isinstance(request, Write | Read) for request in requests):
             self._transfers.synchronize()
-        self._requests.extend(requests)
-        self._wake()
+        if not (self._at_once and self._run_now(requests)):
+            self._requests.extend(requests)
+            self._wake()
+
+    def poll_until(self, when: float, pause_s: float) -> None:
+        """Poll until that time of the monotonic clock at pauses of at most `pause_s`, even if no transfer is open. The
+        last call counts; none in the past does. To be called in the thread, by `ThreadOwner.receive`."""
+        if when > time.monotonic():
+            self._polled_until, self._polled_pause_s = when, pause_s
 
     def poll(self) -> None:
         """Poll in the caller's thread, unless the transfer thread is using the transport now."""
@@ -163,6 +175,23 @@ class TransferThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _run_now(self, requests: list[TransferRequest]) -> bool:
+        """Run the requests in the caller's thread. False if they must be queued: the transfers are being used, or other
+        requests are before them."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._requests or self._released:
+                return False
+            self._transfers.execute(requests)
+        except Exception:
+            logger.exception("unexpected error in transfer requests: the rest of them is lost")
+        finally:
+            self._lock.release()
+        if self._transfers.busy:  # something could not be sent yet
+            self._wake()
+        return True
+
     def _wake(self) -> None:
         with self._wakeup_lock:
             if self._wakeup >= 0:
@@ -180,6 +209,7 @@ class TransferThread:
                 ready = self._wait(pause_s, self._owner.filenos())
                 if self._wakeup in ready:
                     os.eventfd_read(self._wakeup)
+                if ready:
                     pause_s = None
                 if ready - {self._wakeup} and not self._owner.receive():
                     break
@@ -200,8 +230,11 @@ class TransferThread:
         with self._lock:
             progress = self._transfers.take_progress()
         delivered = self._owner.deliver(progress)
-        if self._transfers.moving:
-            most_s = longest_pause_s(self._transfers.youngest_s)
+        watched = time.monotonic() < self._polled_until
+        if watched or self._transfers.moving:
+            most_s = longest_pause_s(self._transfers.youngest_s) if self._transfers.moving else IDLE_POLL_S
+            if watched:
+                most_s = min(most_s, self._polled_pause_s)
             return POLL_MIN_S if pause_s is None else min(POLL_GROWTH * pause_s, most_s)
         return IDLE_POLL_S if self._transfers.busy or not delivered else None
 

@@ -41,7 +41,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                                               config.holds_prompts)
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
     require_free_front(front, vllm_config.kv_transfer_config.engine_id)
-    agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.poll)
+    agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.watch)
     agent.start()
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
