@@ -12,7 +12,7 @@ turns on one core (as bench_step.py does for V0), the waiting engine with a stoc
     scheduler, engine   one step of: stock vLLM, again (the noise), with vllm-pd installed and off (goal 1.00), and on
                         without a job (goal 1.02); CPU time of the process, its threads included. Processes of one kind
                         differ by more than that goal, so `engine` also compares rounds of one process, in which the
-                        plugin is taken out of the steps and put back
+                        plugin is taken out of the steps and put back; its threads then run in both
     waiting             the CPU of each process of an engine, idle and with parked requests only, TP 1 and TP 2 (goal
                         0.05 of a core), and of the prefill engine whose writes do not end; stock vLLM with a connector
                         that never delivers

@@ -76,6 +76,13 @@ class V1EngineSteps(V1Steps):
         while missing:
             missing -= len(self.finish(self.step()))
 
+    def end_batch(self) -> None:
+        """Abort all requests, and make the step that tells the rank."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.core.step_fn()
+
     def step(self) -> object:
         """The outputs of one step."""
         self.length += 1
@@ -193,7 +200,8 @@ def about() -> dict:
 
 
 def in_turns(steps: V1EngineSteps, number: int) -> None:
-    """A round of TURNS begins, on a new batch: all rounds decide the same."""
+    """A round of TURNS begins, on a new batch: all rounds decide the same. The requests of the last one end before."""
+    steps.end_batch()
     steps.put_plugin(has_plugin(number))
     steps.refill()
 

@@ -98,6 +98,12 @@ def test_the_younger_a_write_the_more_often_its_notice_is_looked_for(granted):
     assert looks(decode, 10.0) == 1, "a write that takes long"
 
 
+def pauses(notices: Notices, now: float, writing_since: float) -> float:
+    """The pause that a single look asks for."""
+    notices.look_soon(now)
+    return notices.take_due(now, writing_since).pause_s
+
+
 def test_where_a_look_lasts_the_next_one_is_due_at_its_end_with_the_same_pauses(granted):
     decode, attempt = granted
     decode.receive(1.0, "p", m.Writing(attempt, 0))
@@ -111,6 +117,7 @@ def test_where_a_look_lasts_the_next_one_is_due_at_its_end_with_the_same_pauses(
             told += 1
             covered = now + watch.lasts_s
             assert watch.lasts_s > watch.pause_s
+            assert watch.pause_s == pauses(Notices(), now, decode.writing_since()), "as often as single looks"
         assert now < covered + 2e-4, "a write is watched without a gap"
         if once is not None:
             assert once.lasts_s == 0

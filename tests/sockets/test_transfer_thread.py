@@ -22,6 +22,7 @@ from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,
     Finished,
+    Look,
     Notice,
     Read,
     TransferProgress,
@@ -443,6 +444,10 @@ def test_b94_what_never_blocks_runs_in_the_callers_thread_unless_it_would_overta
     sockets.go_on.set()
     wait_for(lambda: len(sockets.ran) == 3, "they run")
     assert [key for _, key in sockets.ran] == ["a", "b", "c"]
+    driven._requests.extend(cancels("queued"))  # and the thread has not been woken yet
+    driven.execute(cancels("next"))
+    wait_for(lambda: len(sockets.ran) == 5, "they run")
+    assert [key for _, key in sockets.ran][3:] == ["queued", "next"]
 
 
 def test_b20_each_callers_requests_run_in_its_order_whoever_runs_them(driven, sockets):
@@ -483,11 +488,17 @@ def test_nothing_runs_after_the_release(driven, sockets):
 
 
 def test_b94_a_watch_polls_by_itself_and_ends(driven, sockets, owner):
-    owner.received = lambda: driven.poll_until(time.monotonic() + 0.3, 0.001)
-    before, began = sockets.polls, time.monotonic()
+    received: list[float] = []
+
+    def watch() -> None:
+        driven.poll_until(time.monotonic() + 0.5, 0.0)
+        received.append(time.monotonic())
+
+    owner.received = watch
+    before = sockets.polls
     os.write(owner.written, b"x")
     wait_for(lambda: sockets.polls > before + 20, "it polls without another word")
-    time.sleep(max(0.0, began + 0.5 - time.monotonic()))
+    time.sleep(max(0.0, received[0] + 0.7 - time.monotonic()))
     polled = sockets.polls
     time.sleep(0.2)
     assert sockets.polls == polled, "and not after its end"
@@ -508,13 +519,16 @@ def test_b20_a_request_for_a_rank_whose_socket_is_full_arrives_when_it_reads():
         engine.execute([Write(f"k{sent}", "d", list(range(1000)), list(range(1000)), [b"n"])])
         sent += 1
     engine.execute([CancelTransfer("last")])
-    read: list[str] = []
+    engine.watch(0.001, 1.0)
+    engine.watch(0.002, 1.0)
+    read: list[TransferRequest] = []
     deadline_s = time.monotonic() + WAIT_S
-    while not read or read[-1] != "last":
+    while not read or not isinstance(read[-1], Look):
         assert time.monotonic() < deadline_s, len(read)
         rank.wait(0.01)
         for message in rank.receive():
-            read += [request.key for request in msgspec.msgpack.decode(message, type=list[TransferRequest])]
-    assert read == [*(f"k{number}" for number in range(sent)), "last"]
+            read += msgspec.msgpack.decode(message, type=list[TransferRequest])
+    assert [request.key for request in read[:-1]] == [*(f"k{number}" for number in range(sent)), "last"]
+    assert read[-1] == Look(0.002, 1.0), "and the last look, not lost"
     rank.close()
     engine.close()

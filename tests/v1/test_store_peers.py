@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines that hand prompts over and share a store: two prefill and two decode engines of the tiny model
-(B104). By hand: `heavy`.
+"""Real V1 engines that hand prompts over and share a store: two prefill and two decode engines of the tiny model, and
+engines of two ranks each (B104). By hand: `heavy`.
 """
 import json
 import random
@@ -23,12 +23,17 @@ THRESHOLD = 40
 ANSWER = 24
 
 
+def settings_of(folder: str) -> dict:
+    """Those of all engines with a store in that folder."""
+    return {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0,
+            "max_local_prefill_tokens": THRESHOLD, "store": {"folder": folder, "memory_gib": 0.05}}
+
+
 @pytest.fixture(scope="module")
 def fleet(logs):
     """([two prefill engines], [two decode engines])"""
     broker, folder = BrokerProcess(), tempfile.mkdtemp(prefix="vllm-pd-test-", dir="/dev/shm")
-    settings = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0,
-                "max_local_prefill_tokens": THRESHOLD, "store": {"folder": folder, "memory_gib": 0.05}}
+    settings = settings_of(folder)
     engines = [RealEngine(role, logs / f"{role}{number}.log", broker.url, settings).ready()
                for role in ("kv_producer", "kv_consumer") for number in range(2)]
     for d in engines[2:]:
@@ -108,3 +113,53 @@ def test_b104_b96_engines_whose_weights_are_loaded_anew_work_with_nobody(mono, f
     assert found[0] == 0 and found[1] == 310 + 210 and found[2] == 300 + 200 + 2 * (ANSWER - 1)
     assert ds[0].generate(asked[2:], ANSWER) == right[2:], "what the others have put is not for it"
     assert ds[0].computed_tokens() - computed[2] - found[2] == 310 + 210 + 2 * (ANSWER - 1)
+
+
+@pytest.fixture
+def start_wide(logs):
+    """What starts an engine of two ranks. All have one broker and one store."""
+    broker, folder, engines = BrokerProcess(), tempfile.mkdtemp(prefix="vllm-pd-test-", dir="/dev/shm"), []
+
+    def start(role: str) -> RealEngine:
+        engines.append(RealEngine(role, logs / f"wide{len(engines)}.log", broker.url, settings_of(folder),
+                                  tensor_parallel_size=2))
+        return engines[-1].ready()
+
+    yield start
+    for engine in engines:
+        engine.stop()
+    broker.stop()
+    shutil.rmtree(folder)
+
+
+def hand_over(d: RealEngine) -> None:
+    """Until one more prompt of it was prefilled by a peer."""
+    before = done(d)
+    wait_for(lambda: d.generate(prompts(random.randrange(10**6), (300, ))) and done(d) > before, "nothing goes remote")
+
+
+def test_b104_two_ranks_at_p_and_at_d_with_one_store(mono, start_wide):
+    """B104: a conversation of three turns, all of them handed over. Before the second one D is replaced by a new
+    engine, and before the third one P, by SIGKILL of all its processes. Each turn computes its new tokens only."""
+    p, d = start_wide("kv_producer"), start_wide("kv_consumer")
+    hand_over(d)
+    (chat, ), whole = prompts(940, (400, )), 0
+    for turn in range(3):
+        if turn == 1:
+            d.stop()
+            d = start_wide("kv_consumer")
+        elif turn == 2:
+            p.kill()
+            p = start_wide("kv_producer")
+        hand_over(d)
+        handed_over, before = done(d), (p.computed_tokens(), d.computed_tokens())
+        right, = mono.generate([chat], ANSWER)
+        d.ask([chat], ANSWER)
+        (answer, cached), = d.answer()
+        at_p, at_d = p.computed_tokens() - before[0], d.computed_tokens() - before[1]
+        assert answer == right
+        assert cached == whole and done(d) == handed_over + 1, turn
+        assert (at_p, at_d) == (len(chat) - whole, ANSWER), turn
+        whole = (len(chat + answer) - 1) // BLOCK * BLOCK
+        chat = chat + answer + prompts(950 + turn, (90, ))[0]
+        d.generate(prompts(960 + turn, (5, )))  # steps in which the rest is put

@@ -13,6 +13,7 @@ WRITING_POLL_S = 0.002
 LONG_WRITE_POLL_S = 0.020
 LONG_WRITE_S = 2.0
 WORKING_POLL_S = 0.100
+LONG_WATCH_S = 1.0  # the pauses begin anew, short ones, with each watch
 
 
 class Watch(NamedTuple):
@@ -53,5 +54,6 @@ class Notices:
             return Watch(WORKING_POLL_S, 0.0)
         if age_s < SHORT_WRITE_S:
             return Watch(SHORT_WRITE_POLL_S, SHORT_WRITE_S if self._lasting else 0.0)
-        pause_s = WRITING_POLL_S if age_s < LONG_WRITE_S else LONG_WRITE_POLL_S
-        return Watch(pause_s, WORKING_POLL_S if self._lasting else 0.0)
+        if age_s < LONG_WRITE_S:
+            return Watch(WRITING_POLL_S, WORKING_POLL_S if self._lasting else 0.0)
+        return Watch(LONG_WRITE_POLL_S, LONG_WATCH_S if self._lasting else 0.0)

@@ -152,8 +152,9 @@ class RankConnections:
         self._connections = dict(connections)
 
     def filenos(self) -> list[int]:
-        """Their file descriptors."""
-        return [connection.fileno() for connection in list(self._connections.values())]
+        """Their file descriptors. Another thread may close one of them meanwhile."""
+        numbers = [connection.fileno() for connection in list(self._connections.values())]
+        return [number for number in numbers if number >= 0]
 
     def send(self, rank: int, message: bytes) -> bool:
         """Send a message to that rank, unless it is gone. False if some of it could not be sent yet."""
@@ -299,17 +300,21 @@ class RankTransfers:
         self._ends = GatheredEnds(len(connections))
         self._open: set[str] = set()
         self._all_sent = True
+        self._look: Look | None = None  # is sent when all before it is
 
     def execute(self, requests: list[TransferRequest]) -> None:
-        """Send the requests to every rank. `Look` goes to rank 0, which alone gets notices."""
+        """Send the requests to every rank. `Look` goes to rank 0, which alone gets notices. If it can't be sent now,
+        the last one is sent later."""
         sent = [request for request in requests if not isinstance(request, Look)]
+        looks = [request for request in requests if isinstance(request, Look)]
         if sent:
-            self._open.update(request.key for request in sent if isinstance(request, Write | Read))
             message = msgspec.msgpack.encode(sent)
+            self._open.update(request.key for request in sent if isinstance(request, Write | Read))
             for rank in range(self._ends.ranks):
                 self._all_sent &= self._ranks.send(rank, message)
-        elif self._all_sent:  # otherwise it looks when it gets the rest
-            self._all_sent = self._ranks.send(0, msgspec.msgpack.encode(requests))
+        if looks:
+            self._look = looks[-1]
+            self._send_look()
 
     def filenos(self) -> list[int]:
         """The ranks' sockets. `take_progress` reads their input."""
@@ -318,6 +323,7 @@ class RankTransfers:
     def take_progress(self) -> TransferProgress:
         """What the ranks have sent since the last call."""
         self._all_sent = self._ranks.flush()
+        self._send_look()
         progress = TransferProgress([], [], [])
         for rank, message in self._ranks.receive():
             progress.finished += self._ends.add(rank, message.finished)
@@ -325,6 +331,11 @@ class RankTransfers:
             progress.notices += message.notices
         self._open.difference_update(end.key for end in progress.finished)
         return progress
+
+    def _send_look(self) -> None:
+        if self._look is not None and self._all_sent:
+            look, self._look = self._look, None
+            self._all_sent = self._ranks.send(0, msgspec.msgpack.encode([look]))
 
     def synchronize(self) -> None:
         """Do nothing: each rank waits for its own device (`Write.after_step`)."""

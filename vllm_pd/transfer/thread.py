@@ -135,7 +135,7 @@ class TransferThread:
         """Poll until that time of the monotonic clock at pauses of at most `pause_s`, even if no transfer is open. The
         last call counts; none in the past does. To be called in the thread, by `ThreadOwner.receive`."""
         if when > time.monotonic():
-            self._polled_until, self._polled_pause_s = when, pause_s
+            self._polled_until, self._polled_pause_s = when, max(pause_s, POLL_MIN_S)
 
     def poll(self) -> None:
         """Poll in the caller's thread, unless the transfer thread is using the transport now."""
@@ -183,9 +183,10 @@ class TransferThread:
         try:
             if self._requests or self._released:
                 return False
-            self._transfers.execute(requests)
+            for request in requests:
+                self._transfers.execute([request])
         except Exception:
-            logger.exception("unexpected error in transfer requests: the rest of them is lost")
+            logger.exception("unexpected error in a transfer request: it is lost, with those that came with it")
         finally:
             self._lock.release()
         if self._transfers.busy:  # something could not be sent yet
