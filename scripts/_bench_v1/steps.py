@@ -52,12 +52,13 @@ class StepComparison:
         load = StepLoad(kind, self.model, 8, 32, 1024, 32, prefix_caching=True)
         names = ["stock", *GOALS]
         goals = goals_of(kind)
+        started = ["stock", *goals]
         pairs: dict[str, list[StepPair]] = {name: [] for name in goals}
         about: dict[str, dict] = {}
         for number in range(self.processes):
             workers: dict[str, StepWorker] = {}
             try:
-                for name in ["stock", *goals] if number % 2 == 0 else reversed(["stock", *goals]):
+                for name in started if number % 2 == 0 else reversed(started):
                     workers[name] = self._start(name, load)
                 about = {name: worker.ready().about for name, worker in workers.items()}
                 for turn in range(self.rounds):

@@ -98,8 +98,9 @@ def test_the_younger_a_write_the_more_often_its_notice_is_looked_for(granted):
     assert looks(decode, 10.0) == 1, "a write that takes long"
 
 
-def pauses(notices: Notices, now: float, writing_since: float) -> float:
-    """The pause that a single look asks for."""
+def single_pause_s(now: float, writing_since: float) -> float:
+    """The pause after a single look at `now`."""
+    notices = Notices()
     notices.look_soon(now)
     return notices.take_due(now, writing_since).pause_s
 
@@ -108,20 +109,20 @@ def test_where_a_look_lasts_the_next_one_is_due_at_its_end_with_the_same_pauses(
     decode, attempt = granted
     decode.receive(1.0, "p", m.Writing(attempt, 0))
     lasting, single = Notices(lasting=True), Notices()
-    told, covered, ticks = 0, None, 30_000
+    asked, covered, ticks = 0, None, 30_000
     for notices in (lasting, single):
         notices.look_soon(1.0)
     for now in (1.0 + tick * 1e-4 for tick in range(ticks)):
         watch, once = (notices.take_due(now, decode.writing_since()) for notices in (lasting, single))
         if watch is not None:
-            told += 1
+            asked += 1
             covered = now + watch.lasts_s
             assert watch.lasts_s > watch.pause_s
-            assert watch.pause_s == pauses(Notices(), now, decode.writing_since()), "as often as single looks"
+            assert watch.pause_s == single_pause_s(now, decode.writing_since()), "as often as single looks"
         assert now < covered + 2e-4, "a write is watched without a gap"
         if once is not None:
             assert once.lasts_s == 0
-    assert told < 40, "3 s of a write"
+    assert asked < 40, "3 s of a write"
 
 
 def test_a_young_write_beside_an_old_one_is_watched_closely(granted):

@@ -36,7 +36,7 @@ from vllm_pd.transfer.torch_sender import TorchAddress
 from vllm_pd.transfer.torch_transport import TorchTransport
 from vllm_pd.transfer.transport import PeerMetadata
 
-STALL_S = 1.0  # in the tests of stopped processes
+STALL_S = 3.0  # in the tests of stopped processes; a busy machine stops a process for 1 s
 MANY = list(range(1000))  # 100 MB: several stages of each buffer
 
 
@@ -143,10 +143,7 @@ def test_b22_a_receiver_stopped_past_the_deadline_costs_one_connection(rank):
             end = finish(p, ["k"])["k"]
             assert end.ok or time.monotonic() - began_s < 10
             os.kill(d.process.pid, signal.SIGCONT)
-            following = send(p, d, "next", MANY, notice=b"next")
-            if following.seconds > STALL_S:  # a busy machine has stopped one of the two itself
-                following = send(p, d, "again", MANY, notice=b"next")
-            assert following.ok
+            assert send(p, d, "next", MANY, notice=b"next").ok
             assert (p.name, b"next") in d.ask("poll", 2, 0.3)
         same_bytes(torch.equal(torch.from_numpy(d.ask("memory")), torch.stack(p.memory)))
 
