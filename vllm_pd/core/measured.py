@@ -127,7 +127,8 @@ class StepTimer:
     def began(self, now: float, number: int, token_counts: Iterable[int]) -> None:
         """A step was scheduled with so many tokens of each request; 1 is a decode."""
         counts = list(token_counts)
-        self._open.append((number, now, sum(count for count in counts if count > 1), counts.count(1)))
+        decodes = counts.count(1)
+        self._open.append((number, now, sum(counts) - decodes, decodes))
 
     def ended(self, now: float, number: int) -> None:
         """The output of this step is there. No effect for one that is not known."""

@@ -155,8 +155,13 @@ class PrefillHandover(ABC):
 
     @property
     def has_jobs(self) -> bool:
-        """Whether there is any job."""
+        """Whether there is any job, for tests."""
         return bool(self._jobs)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step has nothing to do here: no job, no client's prompt in turn, no transfer request."""
+        return not (self._jobs or self._to_keep or self._requests)
 
     @property
     def has_requests(self) -> bool:

@@ -139,7 +139,7 @@ class EngineHandover(HandoverEngine):
 
     def look(self) -> None:
         """Apply what is new, if the engine was woken for something or a job may have its turn."""
-        if self._access.take_wake() or (self.prefill_jobs is not None and self.prefill_jobs.queued):
+        if self._access.take_wake() or (self._has_jobs() and self.prefill_jobs.queued):
             self._apply_updates()
             self._metrics_stale = True
 
@@ -170,11 +170,10 @@ class EngineHandover(HandoverEngine):
         would."""
         if self.stalled and not self._scheduler.finished_req_ids:  # it has work by V1's rules, and can do none
             self._access.await_input()
-        handing_over = self.remote_prefills.waiting_for_peers or (self.prefill_jobs is not None
-                                                                  and self.prefill_jobs.has_jobs)
+        handing_over = self.remote_prefills.waiting_for_peers or self._has_jobs()
         if self._access.take_wake() or handing_over or time.monotonic() >= self._look_due:
             self._apply_updates()
-        return self.prefill_jobs.arrange() if self.prefill_jobs is not None else None
+        return self.prefill_jobs.arrange() if self._has_jobs() else None
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
         """This step was scheduled. `throttled`: it was not to begin prefills."""
@@ -188,7 +187,7 @@ class EngineHandover(HandoverEngine):
         self.stalled = bool(not tokens and not throttled and not scheduler.running and scheduler.ec_connector is None
                             and (len(self.fence) or self.remote_prefills.parked_ids())
                             and not scheduler.awaits_grammar())
-        if self.prefill_jobs is not None:
+        if self._has_jobs():
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:
                 blocked = not output.scheduled_new_reqs and self.remote_prefills.waiting_for_peers
@@ -215,7 +214,7 @@ class EngineHandover(HandoverEngine):
         self.remote_prefills.note_first_tokens()
         self._update_metrics()
         self._metrics_stale = True  # the figures of this step went with its output
-        if self.prefill_jobs is not None and self._guard(self.prefill_jobs.step_done, self._processed_step):
+        if self._has_jobs() and self._guard(self.prefill_jobs.step_done, self._processed_step):
             self._transmit()
         if self.prefill_jobs is None or not self.prefill_jobs.has_requests_here:
             return
@@ -251,7 +250,7 @@ class EngineHandover(HandoverEngine):
             stats.num_running_reqs -= sum(map(self._is_internal, self._scheduler.running))
             stats.num_waiting_reqs -= sum(self._is_internal(request) for request in self._scheduler.waiting
                                           if request not in deferred)
-        self.prefill_jobs.take_lookups().take_out_of(stats)
+        self.prefill_jobs.take_lookups_out_of(stats)
 
     def pause_changed(self, state: PauseState) -> None:
         """The engine was paused, or goes on. Jobs that a pause would delay are given back to their decode engines."""
@@ -304,6 +303,10 @@ class EngineHandover(HandoverEngine):
         """Those that come down while all engines live."""
         return set(self.fence.attempts()) - self.protocol.lasting_attempts()
 
+    def _has_jobs(self) -> bool:
+        """Whether a step may concern jobs of peers."""
+        return self.prefill_jobs is not None and not self.prefill_jobs.idle
+
     def _is_internal(self, request: Request) -> bool:
         return self.prefill_jobs is not None and self.prefill_jobs.is_internal(request.request_id)
 
@@ -316,12 +319,10 @@ class EngineHandover(HandoverEngine):
             self.stalled = False
             self._brings_kv = self._brings_kv or progress.brings_kv
         for attempt in (*progress.finished_prefills, *progress.read_prefixes):
-            request = self._leave(attempt)
-            if request is not None:
+            if (request := self._leave(attempt)) is not None:
                 self._scheduler.resume_parked(request)
         for attempt in reversed(progress.failed_prefills):  # each goes to the front
-            request = self._leave(attempt)
-            if request is not None:
+            if (request := self._leave(attempt)) is not None:
                 self._scheduler.fail_parked(request)
         for attempt, block_ids in progress.sent_blocks:
             self.fence.release(attempt, block_ids)
@@ -339,8 +340,7 @@ class EngineHandover(HandoverEngine):
         """Pass transfer requests on to the ranks. All steps that used their blocks have been processed."""
         if self.prefill_jobs is None:
             return
-        requests = self.prefill_jobs.take_requests(self._progress)
-        if requests:
+        if requests := self.prefill_jobs.take_requests(self._progress):
             self.transfer.execute(requests)
         for attempt in self._progress.finished_transfers:  # of writes that were given up before they were posted
             self.fence.release(attempt)
@@ -351,8 +351,7 @@ class EngineHandover(HandoverEngine):
         self._metrics_due = 0.0
         self._update_metrics()
         ours = self._metrics.take()
-        stats = self._scheduler.make_stats(None, ours) if ours is not None else None
-        if stats is not None:
+        if ours is not None and (stats := self._scheduler.make_stats(None, ours)) is not None:
             self._access.publish(stats)
 
     def _has_running(self) -> bool:

@@ -68,8 +68,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         decision, cached_tokens = self._matched.pop(request.request_id, (None, 0))
         if decision is None or decision.remote != (remote_tokens > 0):
             return  # it was settled before
-        attempt = self.commit(request, decision)
-        if attempt is not None:
+        if (attempt := self.commit(request, decision)) is not None:
             self._fence.hold(attempt, block_ids)
             self._by_attempt[attempt] = request
             self._by_id[request.request_id] = attempt

@@ -54,13 +54,14 @@ class MetricsRecorder:
 
     def take(self) -> HandoverStats | None:
         """What was recorded since the last call, without states that are as they were; None where there is nothing."""
-        states = {name: value for name, value in self._states.items() if self._sent.get(name) != value}
-        if not (self._calls or states):
+        if not (self._calls or self._states):
             return None
+        states = {name: value for name, value in self._states.items() if self._sent.get(name) != value}
         self._sent.update(states)
         calls = [*self._calls, *([name, *value] for name, value in states.items())]
         self._calls.clear()
-        return HandoverStats({"calls": calls})
+        self._states.clear()  # a gauge keeps this dict
+        return HandoverStats({"calls": calls}) if calls else None
 
 
 class HandoverStats(KVConnectorStats):

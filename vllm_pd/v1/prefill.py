@@ -84,17 +84,18 @@ class InternalRequests(PrefillHandover):
         self._fence = fence
         self._attempts: dict[str, Attempt] = {}  # by request id, until the request's last output was dropped
         self._hits: dict[str, int] = {}  # by request id: the prefix hit, from the look-up to the allocation
-        self._lookups = PrefixLookups()
+        self._lookups: PrefixLookups | None = None
         self._parked: dict[Attempt, Request] = {}  # while a read fills their blocks
         self._aborting = False
         self._pushes_chunks = config.push_chunks
         self._chunks: collections.deque[ScheduledChunk] = collections.deque()  # of steps in flight
         super().__init__(config, protocol, capacity, metrics, speed)
 
-    def take_lookups(self) -> PrefixLookups:
-        """What V1 has counted of our requests' prefix look-ups since the last call."""
-        lookups, self._lookups = self._lookups, PrefixLookups()
-        return lookups
+    def take_lookups_out_of(self, stats: SchedulerStats) -> None:
+        """V1 has counted our requests' prefix look-ups since the last call in `stats`: count them no more."""
+        if self._lookups is not None:
+            self._lookups.take_out_of(stats)
+            self._lookups = None
 
     def is_internal(self, request_id: str) -> bool:
         """Whether a request of this id is, or just was, one of ours."""
@@ -123,8 +124,8 @@ class InternalRequests(PrefillHandover):
         attempt = self._attempts[request.request_id]
         cached_tokens = self._hits.pop(request.request_id, None)
         if cached_tokens is not None and not request.num_preemptions:  # V1 counts it now, see its SchedulerStats
-            self._lookups += PrefixLookups(1, request.num_tokens, cached_tokens, request.num_tokens - cached_tokens,
-                                           remote_tokens)
+            self._lookups = (self._lookups or PrefixLookups()) + PrefixLookups(
+                1, request.num_tokens, cached_tokens, request.num_tokens - cached_tokens, remote_tokens)
         if remote_tokens > 0:
             self._fence.hold(attempt, block_ids)
             self._parked[attempt] = request
