@@ -119,6 +119,24 @@ class TestPlan:
         with pytest.raises(ConfigError, match="engine V0"):
             plan(router=True, order="prefill-first")
 
+    def test_options_go_to_the_router(self):
+        text = "--continue-streams --policy round-robin --unready-s=0.5"
+        command = plan(router=True, router_args=text).router.command
+        assert command[-4:] == ("--continue-streams", "--policy", "round-robin", "--unready-s=0.5")
+
+    @pytest.mark.parametrize("text, error", [
+        ("--continue-stream", "router --help"), ("--unready-s soon", "'--unready-s'"), ("--unready-s", "router --help"),
+        ("--unready-s -1", "--unready-s"), ("--policy best", "policy="), ("'--unready-s", "No closing quotation"),
+        ("--port 9000", "--port"), ("--broker=tcp://127.0.0.1:1", "--broker-port"), ("--help", "router --help"),
+        ("8000", "router --help")])
+    def test_the_routers_options_are_checked_before_anything_starts(self, text, error, capfd):
+        with pytest.raises(ConfigError, match=re.escape(error)):
+            plan(router=True, router_args=text)
+
+    def test_options_for_a_router_need_a_router(self):
+        with pytest.raises(ConfigError, match="--router-args.*add --router"):
+            plan(router_args="--continue-streams")
+
     def test_each_engine_gets_cores_of_its_own(self):
         made = plan(cores=[4, 5, 6])
         assert [engine.cores for engine in made.engines] == [(4, ), (5, 6)]

@@ -19,6 +19,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
+from vllm_pd.launch.router_args import parse_router_args
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
 from vllm_pd.router.options import API_KEY_VARIABLE, OPERATOR_KEY_VARIABLE, RequestOrder
@@ -53,6 +54,8 @@ class UpOptions:
     order: Annotated[RequestOrder, Option(
         "The router's: decode-first or prefill-first.", parse=lambda text: text.replace("_", "-"))
     ] = RequestOrder.DECODE_FIRST
+    router_args: Annotated[str, Option(
+        'Options for the router, as one text, like "--continue-streams --unready-s 5".', metavar="ARGS")] = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
             raise ConfigError(key, value, "a prompt is handed from one engine to another: write 1 or more")
     refuse_ours(options.serve_args)
     prefill_first = _is_prefill_first(options)
+    router_args = _router_args(options)
     count = options.prefill + options.decode
     taken = count + options.router
     if not 1 <= options.port <= 65536 - taken:
@@ -154,7 +158,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
         api_key = value_of("--api-key", options.serve_args)
         keys_by_variable = {API_KEY_VARIABLE: api_key, OPERATOR_KEY_VARIABLE: os.environ.get(OPERATOR_KEY_VARIABLE)}
         order = ("--order", RequestOrder.PREFILL_FIRST.value) if prefill_first else ()
-        front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys, *order),
+        front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys, *order,
+                                           *router_args),
                            {variable: key for variable, key in keys_by_variable.items() if key is not None})
     return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines, front)
 
@@ -171,6 +176,14 @@ def _is_prefill_first(options: UpOptions) -> bool:
         raise ConfigError("--order", options.order, "engine V0 computes a prompt first only for a decode engine that "
                           "has asked: leave it out, or use engine V1")
     return True
+
+
+def _router_args(options: UpOptions) -> tuple[str, ...]:
+    """What the router is started with besides. Raises ConfigError."""
+    if options.router_args and not options.router:
+        raise ConfigError("--router-args", options.router_args, "they are the router's: add --router, or leave them "
+                          "out")
+    return parse_router_args(options.router_args) if options.router_args else ()
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the router that `vllm-pd up --router` starts, checked as `vllm-pd router` itself checks them."""
+import shlex
+
+import typer
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.options import takes_settings
+from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.policy import RoutingPolicyConfig
+
+FLAG = "--router-args"
+OURS = {  # what `up` sets itself, and what to use instead
+    "--port": "--port", "--host": "nothing, the router listens on 127.0.0.1", "--broker": "--broker-port",
+    "--keys": "--pd keys=FILE", "--order": "--order", "--worker": "nothing, it knows the engines from the broker",
+    "--prefill-worker": "nothing, it knows the engines from the broker"}
+_UsageError = typer.BadParameter.__base__  # typer has a copy of click's, or click itself
+
+
+def parse_router_args(text: str) -> tuple[str, ...]:
+    """The options in this text, which is split as in a shell. Raises ConfigError for one that is unknown, wrong or
+    set by `up`."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(FLAG, text, f"{error}: write it like \"--continue-streams --unready-s 5\"") from None
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag in OURS:
+            raise ConfigError(f"{FLAG} {flag}", None, f"`up` sets it: use {OURS[flag]}")
+    app = typer.Typer(add_completion=False)
+    app.command()(takes_settings(_check))
+    try:
+        checked = typer.main.get_command(app).main(list(words), prog_name=FLAG, standalone_mode=False)
+    except _UsageError as error:
+        raise ConfigError(FLAG, text, f"{error.format_message().rstrip('.')}; `vllm-pd router --help` lists the "
+                          "options") from None
+    if checked is not True:  # --help was written, and has ended the command
+        raise ConfigError(FLAG, text, "write options; `vllm-pd router --help` lists them")
+    return words
+
+
+def _check(options: RouterOptions, policy: RoutingPolicyConfig) -> bool:
+    options.checked()
+    policy.check()
+    return True
