@@ -205,6 +205,26 @@ def test_b34_a_read_that_failed_and_may_land_keeps_its_blocks_until_the_peer_is_
     end(engine)
 
 
+def test_b20_jobs_of_a_peer_that_is_stopped_take_no_place_of_others(engine):
+    """Their writes end when it goes on, or dies."""
+    stopped = [engine.job(prompt(33), number=number) for number in range(8)]
+    engine.run()
+    assert engine.protocol.credits == 0
+    engine.tell(*map(Cancelled, stopped))
+    engine.run()
+    assert engine.protocol.credits == 8 and len(engine.binding.fence) == 8
+    large = engine.job(prompt(900), number=20)
+    engine.run()
+    assert engine.protocol.calls == [("failed", large)], "beside what they hold it would wait for ever"
+    other = engine.job(prompt(100), number=21)
+    engine.run()
+    engine.transfer.end(engine.sent(other).key)
+    assert ("sent", other) in engine.protocol.calls
+    for one in stopped:
+        engine.transfer.end(engine.sent(one).key, False)
+    end(engine)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
 def test_b25_a_job_cancelled_while_it_is_computed(engine, turns):
     attempt = engine.job(prompt(600))

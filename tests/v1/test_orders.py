@@ -10,6 +10,7 @@ from vllm.v1.core.sched.interface import PauseState
 
 from tests.v1.simulated import Engine
 from tests.v1.test_hazards import PARKED, end, prompt
+from vllm_pd.core import mutual
 from vllm_pd.core.actions import Cancelled, FallbackReason, Released
 
 
@@ -132,9 +133,56 @@ def test_b96_a_paused_engine_gives_jobs_back(engine, state):
     engine.run()
     engine.access.takes_requests = True
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert engine.protocol.credits > 0, "at once: nothing else may happen in an idle engine"
     engine.run()
     if state is PauseState.PAUSED_NEW:
         engine.transfer.end(str(began))
+    end(engine)
+
+
+def test_b96_a_job_that_is_preempted_while_the_engine_is_paused_is_given_back(engine):
+    """Under this pause V1 ends what runs, and begins nothing that waits."""
+    engine.protocol.peers = 0
+    engine.add("c", prompt(48), 30)
+    attempt = engine.job(prompt(600))
+    for _ in range(3):
+        engine.turn()
+    engine.access.takes_requests = False
+    engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    while engine.begun_steps:
+        engine.process()
+    [job] = (one for one in engine.scheduler.running if one.request_id == f"pd-{attempt}")
+    engine.scheduler.running.remove(job)
+    engine.scheduler._preempt_request(job, time.monotonic())  # as where no block is free
+    for _ in range(3):
+        engine.turn()
+    assert ("failed", attempt) in engine.protocol.calls and "c" not in engine.ended
+    engine.access.takes_requests = True
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    end(engine)
+
+
+def test_b32_a_job_without_room_does_not_stop_a_request_whose_kv_is_there(model_folder, in_flight, monkeypatch):
+    """V1 looks at those that hold blocks one after the other, up to one that finds no room for the rest."""
+    monkeypatch.setattr(mutual, "BLOCKED_S", 0.0)
+    engine = Engine(model_folder, in_flight, blocks=24, prefix_reads="always")
+    one = prompt(162)
+    attempt = engine.job(one, cached_blocks=4)
+    engine.turn()
+    engine.add("r", prompt(100))
+    engine.turn()
+    assert engine.status("r") is PARKED
+    engine.protocol.peers = 0
+    engine.add("big", prompt(160), 60)
+    while not engine.outputs["big"]:
+        engine.turn()
+    engine.fill(one)
+    engine.turn()
+    engine.prefilled("r")
+    for _ in range(8):
+        engine.turn()
+    assert engine.outputs["r"] and "big" not in engine.ended
+    assert ("failed", attempt) in engine.protocol.calls
     end(engine)
 
 

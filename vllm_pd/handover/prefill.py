@@ -281,7 +281,8 @@ class PrefillHandover(ABC):
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to
         compute. To be called after events were handled."""
-        self._protocol.set_credits(max(0, self._max_jobs - len(self._jobs)), self.job_tokens)
+        taken = sum(not job.cancelled for job in self._jobs.values())  # the others may wait for a peer that is stopped
+        self._protocol.set_credits(max(0, self._max_jobs - taken), self.job_tokens)
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Handle an event of the protocol."""
@@ -579,11 +580,13 @@ class PrefillHandover(ABC):
 
     def _check_room(self, job: PeerJob) -> None:
         """Raises ValueError for a job that would wait until a peer dies: another prefill engine may have room."""
-        lasting, needed = self._lasting_blocks, self._prompt_blocks(job.prefill)
+        stopping = sum(one.parked_blocks if one.state is JobStage.READING else one.writes.unsent_blocks
+                       for one in self._jobs.values() if one.cancelled)
+        lasting, needed = self._lasting_blocks + stopping, self._prompt_blocks(job.prefill)
         kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
         if lasting and needed > self._total_blocks - lasting - kept_free:
-            raise ValueError(f"it needs {needed} blocks, and of {self._total_blocks} {lasting} are set aside until a "
-                             "peer has ended")
+            raise ValueError(f"it needs {needed} blocks, and of {self._total_blocks} {lasting} are set aside until "
+                             "transfers or peers have ended")
 
     def _refuse(self, attempt: Attempt, problem: str) -> None:
         logger.warning("job %s can't run here: %s", attempt, problem)

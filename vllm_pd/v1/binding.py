@@ -94,9 +94,8 @@ class EngineHandover(HandoverEngine):
     def match(self, request: Request, cached_tokens: int) -> int | None:
         """How many of the request's tokens after the `cached_tokens` come from a peer; None: ask again with the next
         step. No effect on anything that the caller sees."""
-        if self._is_internal(request):
-            return self.prefill_jobs.match(request, cached_tokens)
-        return self.remote_prefills.match(request, cached_tokens)
+        part = self.prefill_jobs if self._is_internal(request) else self.remote_prefills
+        return part.match(request, cached_tokens)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, remote_tokens: int) -> None:
         """The request has these blocks; it is being parked where `remote_tokens` is more than 0."""
@@ -190,7 +189,9 @@ class EngineHandover(HandoverEngine):
         if self._has_jobs():
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:
-                blocked = not output.scheduled_new_reqs and self.remote_prefills.waiting_for_peers
+                held = {one.request_id for one in scheduler.kv_holding_waiting}  # V1 stops at one that finds no room
+                blocked = not output.scheduled_new_reqs and (self.remote_prefills.waiting_for_peers
+                                                             or held & scheduler.finished_recving_kv_req_ids)
                 self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())
             if self.prefill_jobs.has_requests:
                 self._transmit()  # reads into blocks that were allocated in this step
@@ -222,8 +223,7 @@ class EngineHandover(HandoverEngine):
             ours = {one.request_id for one in output.outputs if self.prefill_jobs.is_internal(one.request_id)}
             if ours:
                 output.outputs = [one for one in output.outputs if one.request_id not in ours]
-                if output.finished_requests:
-                    output.finished_requests = output.finished_requests - ours
+                output.finished_requests = output.finished_requests and output.finished_requests - ours
                 for request_id in ours:  # its only token is its last
                     self.prefill_jobs.forget(request_id)
                 if not (output.outputs or output.finished_requests or output.scheduler_stats):
@@ -253,9 +253,11 @@ class EngineHandover(HandoverEngine):
         self.prefill_jobs.take_lookups_out_of(stats)
 
     def pause_changed(self, state: PauseState) -> None:
-        """The engine was paused, or goes on. Jobs that a pause would delay are given back to their decode engines."""
+        """The engine was paused, or goes on. Jobs that a pause would delay are given back, and none is taken then."""
         self.changed()
-        if self.prefill_jobs is not None and state is not PauseState.UNPAUSED:
+        if self.prefill_jobs is not None and state is PauseState.UNPAUSED:
+            self._guard(self.prefill_jobs.set_credits)
+        elif self.prefill_jobs is not None:
             begun = self.prefill_jobs.waiting if state is PauseState.PAUSED_NEW else self.prefill_jobs.computing
             self._give_up_jobs(begun, "this engine is paused")
 
@@ -328,6 +330,8 @@ class EngineHandover(HandoverEngine):
             self.fence.release(attempt, block_ids)
         for attempt in (*progress.finished_prefills, *progress.finished_transfers):
             self.fence.release(attempt)
+        if self._has_jobs() and self._scheduler.pause_state is PauseState.PAUSED_NEW:
+            self._give_up_jobs(self.prefill_jobs.waiting, "this engine is paused")  # V1 has preempted them since
         self._transmit()
 
     def _leave(self, attempt: Attempt) -> Request | None:

@@ -26,8 +26,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/scheduler.py": (
         Required("Scheduler.finished_recving_kv_req_ids", "an id in it resumes a parked request, or ends it at once"),
         Required("Scheduler._handle_failed_recving", "begins a parked request anew", takes=("failed_req_ids", )),
-        Required("Scheduler._handle_blocked_waiting_request", "frees the blocks of a failed one now",
-                 takes=("request", )),
+        Required("Scheduler._handle_blocked_waiting_request", "frees a failed one's blocks", takes=("request", )),
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
         Required("Scheduler.deferred_waiting", "a request that begins anew is taken out of it"),
@@ -197,8 +196,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "distributed/kv_transfer/kv_connector/v1/metrics.py": (
         Required("KVConnectorStats", "carries our figures"),
-        Required("KVConnectorPromMetrics.observe", "our figures in the front end",
-                 exactly=("transfer_stats_data", "engine_idx")),
+        Required("KVConnectorPromMetrics.observe", "makes our figures", exactly=("transfer_stats_data", "engine_idx")),
     ),
     "entrypoints/serve/middleware/authenticate.py": (
         Required("AuthenticationMiddleware", "the operator routes ask for its keys, too"),
@@ -214,8 +212,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorFactory.supports_hma_config", "imports our connector while a configuration is made"),
     ),
     "config/vllm.py": (
-        Required("VllmConfig._verify_kv_transfer_compat", "takes the settings over, at the end of __post_init__",
-                 takes=()),
+        Required("VllmConfig._verify_kv_transfer_compat", "takes over the settings, in __post_init__", takes=()),
         Required("VllmConfig.weight_transfer_config", "refused"),
         Required("VllmConfig.diffusion_config", "refused with the store"),
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
@@ -245,8 +242,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "config/scheduler.py": (
         Required("SchedulerConfig.scheduler_cls", "set to ours"),
         Required("SchedulerConfig.disable_hybrid_kv_cache_manager", _LAYERS),
-        Required("SchedulerConfig.long_prefill_token_threshold", "leaves room in a step for a request of ours that is "
-                 "to pass another"),
+        Required("SchedulerConfig.long_prefill_token_threshold", "leaves room for a request that is to pass another"),
         Required("SchedulerConfig.get_scheduler_cls", "calls ours by its name", takes=()),
         Required("SchedulerConfig.enable_chunked_prefill", "without it a prompt is computed in one step"),
         Required("SchedulerConfig.async_scheduling", "chooses the base of ours"),
