@@ -220,7 +220,10 @@ def test_what_an_operator_has_made_is_used(server, prefix, speaker):
     assert p.offer() == 1
 
 
-def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix, speaker, caplog):
+def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix, speaker, caplog, monkeypatch):
+    opened, open_store = [], nats_store.Store.open
+    monkeypatch.setattr(nats_store.Store, "open", lambda *arguments, **more: (opened.append(time.monotonic()),
+                                                                   open_store(*arguments, **more))[1])
     stream = api.StreamConfig(name=f"{prefix}_jobs", subjects=[f"{prefix}.jobs.>"])
     ask(server, lambda client, js: js.add_stream(stream))
     d = speaker(m.Role.DECODE)
@@ -230,6 +233,7 @@ def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix
     wait_for(words)
     time.sleep(0.3)
     assert d.line.send(m.ListMembers()) is SendResult.UNREACHABLE
+    assert len(opened) <= 1 + (time.monotonic() - opened[0]) / nats_backend.RETRY_S, "with a pause before each"
     told = words()
     assert len(told) == 1 and "no work queue" in told[0] and "nats_prefix" in told[0], "said once"
 

@@ -139,6 +139,7 @@ class NatsBackend(BrokerBackend):
             finally:
                 self.commands = None
                 self._waker.set()
+            self._closed = asyncio.Event()  # the end of the connection has set the other one
             if not self._closing.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), pause_s)
