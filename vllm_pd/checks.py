@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NIXL_TIMEOUT_S = 300  # it takes a second, on a crowded machine over a minute; a broken installation does not end
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
-ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 LIMITS = {
     "tensor_parallel_size": (MAX_RANKS, f"use at most {MAX_RANKS}"),
 }
@@ -126,10 +126,11 @@ def stage_layers(config: VllmConfig, stage: int) -> range:
 def check_memory() -> None:
     """The KV cache must lie in memory that can be registered for transfers."""
     from vllm.platforms import current_platform
-    settings = os.environ.get(ALLOCATOR_VARIABLE, "")
-    if current_platform.device_type == "cuda" and "expandable_segments:true" in settings.replace(" ", "").lower():
-        raise ConfigError(ALLOCATOR_VARIABLE, settings, "take expandable_segments:True out of it: memory that is "
-                          "mapped piece by piece can't be registered for transfers as one")
+    for variable in ALLOCATOR_VARIABLES if current_platform.device_type == "cuda" else ():  # ROCm's is "cuda", too
+        settings = os.environ.get(variable, "")
+        if "expandable_segments:true" in settings.replace(" ", "").lower():
+            raise ConfigError(variable, settings, "take expandable_segments:True out of it: memory that is mapped "
+                              "piece by piece can't be registered for transfers as one")
 
 
 def check_bind(bind: str) -> None:

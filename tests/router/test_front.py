@@ -19,6 +19,7 @@ import zmq
 from tests.fakes.event_engine import FakeEngine
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.holding import index_of, with_index
+from vllm_pd.admin.members import Access
 from vllm_pd.broker.server import Broker
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
@@ -30,7 +31,7 @@ from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource
+from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource, WorkerState
 
 WITHIN_S = 60
 JSON = {"Content-Type": "application/json"}
@@ -207,6 +208,36 @@ async def test_the_workers_own_key_takes_the_clients_place():
         assert (await served.ask(path="/v1/completions", method="OPTIONS",
                                  headers={"authorization": "Bearer front"})).status == 200
         assert "authorization" not in engine.asked[2][1]
+
+
+async def test_a_router_among_its_own_workers_gets_no_request():
+    async with serving(1) as (served, [engine]):
+        served.router._membership.add(served.url)
+        itself = served.router.workers.get(served.url)
+        await served.until(lambda: itself.failures >= 2)
+        assert itself.state is not WorkerState.UP and "508" in itself.problem and "router itself" in itself.problem
+        assert {(await served.ask()).json["from"] for _ in range(4)} == {engine.port}
+        assert engine.asked[0][1]["via"].startswith("1.1 vllm-pd-")
+        again = await served.ask(headers={"via": f"1.1 elsewhere, {engine.asked[0][1]['via']}"})
+        assert again.status == 508 and len(engine.asked) == 4
+        assert (await served.ask(headers={"via": "1.1 elsewhere"})).status == 200
+        assert engine.asked[4][1]["via"] != "1.1 elsewhere", "it stays, and ours comes after it"
+
+
+async def test_b65_a_worker_that_leaves_does_not_show_its_successor_as_down():
+    async with serving(1) as (served, [engine]):
+        engine.gap_s = 1.0
+        asked = asyncio.create_task(served.ask())
+        await served.until(lambda: engine.asked)
+        before = served.worker(engine)
+        served.router._membership.remove(engine.url)
+        served.router._membership.add(engine.url)
+        after = served.worker(engine)
+        await served.until(lambda: after is not before and after.state is WorkerState.UP)
+        before.probe_passed()
+        page = (await served.ask(path="/metrics", method="GET")).body.decode()
+        assert f'vllm:pd_router_worker_up{{worker="{engine.url}"}} 1.0' in page
+        assert (await asked).status == 200
 
 
 async def test_workers_come_and_go_by_request():
@@ -500,6 +531,7 @@ def test_b80_impossible_settings():
                        ({"stream_timeout_s": -1}, "--stream-timeout-s"),
                        ({"broker": "nowhere"}, "--broker"), ({"broker": "tcp://10.0.0.1:5700"}, "--broker"),
                        ({"broker": "nats://10.0.0.1:4222"}, "--broker"),
+                       ({"access": Access(keys="/no/such/file")}, "--keys"),
                        ({"probe_timeout_s": 0}, "--probe-timeout-s")):
         with pytest.raises(ConfigError) as caught:
             RouterOptions(**{"port": 1, **wrong}).checked()

@@ -9,7 +9,7 @@ import threading
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from vllm_pd.router.token_cache import SAMPLE_CHARS, SAMPLES, TokenCache, can_cut_between_words
+from vllm_pd.router.token_cache import ENTRY_CHARS, SAMPLE_CHARS, SAMPLES, TokenCache, can_cut_between_words
 
 PLAIN = (AddedToken("<|a|>", special=True, normalized=False), AddedToken("<|b|>", special=True, normalized=False))
 KINDS = {
@@ -121,17 +121,17 @@ def test_only_what_is_new_is_tokenised():
 
 
 def test_what_was_used_last_is_kept():
-    pieces, asked = pieces_of(made(PLAIN, *BUILDS["bytes"]), max_kept_chars=24)
+    pieces, asked = pieces_of(made(PLAIN, *BUILDS["bytes"]), max_kept_chars=3 * (ENTRY_CHARS + 8))
     for text in ("<|a|>111", "<|a|>222", "<|a|>333", "<|a|>111", "<|a|>444", "<|a|>111", "<|a|>222"):
         pieces.ids(text)
-        assert pieces.kept_chars <= 24
+        assert pieces.kept_chars <= 3 * (ENTRY_CHARS + 8)
     assert asked == ["<|a|>111", "<|a|>222", "<|a|>333", "<|a|>444", "<|a|>222"]
-    pieces.ids("x" * 100)
-    assert pieces.kept_chars == 24, "what is too long leaves the others alone"
+    pieces.ids("x" * 400)
+    assert pieces.kept_chars == 3 * (ENTRY_CHARS + 8), "what is too long leaves the others alone"
 
 
 def test_what_beginnings_use_is_kept_too():
-    pieces, asked = pieces_of(made(PLAIN, *BUILDS["bytes"]), max_kept_chars=400)
+    pieces, asked = pieces_of(made(PLAIN, *BUILDS["bytes"]), max_kept_chars=400 + 10 * ENTRY_CHARS)
     pieces.ids("<|a|>system<|b|>")
     for number in range(50):
         pieces.ids(f"<|a|>{number} 111111")
@@ -141,7 +141,7 @@ def test_what_beginnings_use_is_kept_too():
 
 def test_several_threads_may_ask():
     tokenizer = made(PLAIN, *BUILDS["bytes"])
-    pieces, _ = pieces_of(tokenizer, max_kept_chars=50)
+    pieces, _ = pieces_of(tokenizer, max_kept_chars=50 + 5 * ENTRY_CHARS)
     texts = [f"<|a|>{number % 7}<|b|>{number % 11}" for number in range(300)]
     wanted = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     wrong = []
@@ -154,7 +154,16 @@ def test_several_threads_may_ask():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and pieces.kept_chars == sum(map(len, pieces._kept)) <= 50
+    assert not wrong and pieces.kept_chars <= 50 + 5 * ENTRY_CHARS
+    assert pieces.kept_chars == sum(ENTRY_CHARS + len(segment) for segment in pieces._kept)
+
+
+def test_b80_many_short_segments_take_no_more_memory_than_a_long_one():
+    pieces, _ = pieces_of(made(PLAIN, *BUILDS["bytes"]), max_kept_chars=1 << 20)
+    for first in range(0, 100_000, 1000):
+        pieces.ids("".join(f"<|a|>{number:05}" for number in range(first, first + 1000)))
+    held = sys.getsizeof(pieces._kept) + sum(sys.getsizeof(one) for both in pieces._kept.items() for one in both)
+    assert 1 << 19 < held < 4 << 20
 
 
 def test_chats_of_a_model_have_the_librarys_ids():

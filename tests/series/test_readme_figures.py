@@ -99,10 +99,10 @@ def routers() -> Iterator[str]:
     yield " / ".join(f"{one:.2f}" for one in added) + " ms"
 
 
-def control_plane() -> Iterator[str]:
+def control_plane(found: dict) -> Iterator[str]:
     """The time parked beyond prefill and transfer."""
-    found = read("handover_v0.json")["control_plane_ms"]
-    yield f"{found['p50']:.1f} ms (p99 {found['p99']:.1f} ms)"
+    times = found["control_plane_ms"]
+    yield f"{times['p50']:.1f} ms (p99 {times['p99']:.1f} ms)"
 
 
 def transfers() -> Iterator[str]:
@@ -111,10 +111,9 @@ def transfers() -> Iterator[str]:
     yield f"{statistics.median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def steps() -> Iterator[str]:
-    """CPU time of a step of the patched tree beside one of the unpatched: ratio, and its 95 % interval."""
-    [engine] = (one for one in read("step_v0.json") if one["kind"] == "engine")
-    yield f"{engine['cpu_ratio']:.3f} times [{engine['low']:.3f}, {engine['high']:.3f}]"
+def step(verdict: dict) -> Iterator[str]:
+    """CPU time of a step beside one without what is ours: ratio, and its 95 % interval."""
+    yield f"{verdict['cpu_ratio']:.3f} times [{verdict['low']:.3f}, {verdict['high']:.3f}]"
 
 
 FILED: dict[str, Callable[[], Iterator[str]]] = {
@@ -129,9 +128,11 @@ FILED: dict[str, Callable[[], Iterator[str]]] = {
     "the same on V0, TTFT": lambda: ttft("serve_v0.json"),
     "TTFT of a remote prompt": demo,
     "router, added": routers,
-    "control plane:": control_plane,
+    "control plane:": lambda: control_plane(read("v1_figures.json")["handover, workers that spin less"]),
+    "the same on V0, control plane": lambda: control_plane(read("handover_v0.json")),
     "transfer, beside": transfers,
-    "a step without": steps,
+    "a step of V1": lambda: step(read("v1_figures.json")["engine"]["verdicts"]["on, in one process"]),
+    "a step of V0": lambda: step(next(one for one in read("step_v0.json") if one["kind"] == "engine")),
 }
 
 

@@ -26,8 +26,9 @@ from vllm_pd.installation import World
 from vllm_pd.launch import plan as launch_plan
 from vllm_pd.launch import printer as launch_printer
 from vllm_pd.launch.child import Child
-from vllm_pd.launch.plan import UpOptions, parse_setting, plan_fleet, split_cores
+from vllm_pd.launch.plan import STARTING_AT_ONCE, UpOptions, parse_setting, plan_fleet, starting_at_once
 from vllm_pd.launch.printer import LinePrinter
+from vllm_pd.launch.shares import split_evenly
 from vllm_pd.launch.up import Fleet, StartError
 from vllm_pd.ports import release, reserve, take_free_run
 
@@ -142,6 +143,25 @@ class TestPlan:
         assert [engine.cores for engine in made.engines] == [(4, ), (5, 6)]
         assert made.engines[1].env == {"VLLM_CPU_OMP_THREADS_BIND": "5,6", "OMP_NUM_THREADS": "2"}
 
+    def test_each_engine_gets_gpus_of_its_own(self):
+        made = plan(cores=[0, 1], gpus="0,1,2,3", serve_args=("--dtype", "float16"))
+        assert [engine.env for engine in made.engines] == [{"CUDA_VISIBLE_DEVICES": "0,1"},
+                                                           {"CUDA_VISIBLE_DEVICES": "2,3"}]
+        assert all(engine.command[-2:] == ("--tensor-parallel-size", "2") for engine in made.engines)
+        assert not any(engine.cores for engine in made.engines) and starting_at_once(made.engines) == STARTING_AT_ONCE
+        told = plan(gpus="0,1,2,3", serve_args=("--pipeline-parallel-size=2", ))
+        assert not any("--tensor-parallel-size" in engine.command for engine in told.engines)
+
+    def test_engines_that_share_a_gpu_share_its_memory_and_start_one_at_a_time(self, monkeypatch):
+        made = plan(prefill=1, decode=2, gpus="5,6")
+        assert [engine.env["CUDA_VISIBLE_DEVICES"] for engine in made.engines] == ["5", "6", "5"]
+        assert all(engine.command[-2:] == ("--gpu-memory-utilization", "0.40") for engine in made.engines)
+        assert starting_at_once(made.engines) == 1
+        assert starting_at_once(plan().engines) == STARTING_AT_ONCE, "on the CPU"
+        monkeypatch.setattr(launch_plan, "engines_run_on_cpu", lambda: False)
+        assert starting_at_once(plan().engines) == 1, "all of them see all GPUs"
+        assert starting_at_once(plan(serve_args=("--kv-cache-memory-bytes=1G", )).engines) == STARTING_AT_ONCE
+
     def test_fewer_cores_than_engines_gives_each_one_thread_and_pins_none(self):
         made = plan(cores=[0, 1], prefill=1, decode=2)
         assert [(engine.cores, engine.env["OMP_NUM_THREADS"]) for engine in made.engines] == [((), "1")] * 3
@@ -151,7 +171,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("cores, count", [(7, 3), (2, 2), (64, 5)])
     def test_shares_are_disjoint_complete_and_even(self, cores, count):
-        shares = split_cores(range(cores), count)
+        shares = split_evenly(range(cores), count)
         assert sorted(core for share in shares for core in share) == list(range(cores))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -165,6 +185,7 @@ class TestPlan:
         ({"serve_args": ["--kv_transfer_config", "{}"]}, "-- --kv"), ({"serve_args": ["--host=0.0.0.0"]}, "-- --host"),
         ({"serve_args": ["--data-parallel-size", "2"], "router": True}, "--data-parallel-size"),
         ({"serve_args": ["-dp=3"], "router": True}, "-dp"),
+        ({"gpus": "0,0"}, "--gpus"), ({"gpus": "-1"}, "--gpus"), ({"gpus": "a"}, "--gpus"),
         ({"order": "prefill-first"}, "--order"), ({"order": "both", "router": True}, "--order"),
     ])
     def test_b80_impossible_options(self, options, key):

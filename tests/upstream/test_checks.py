@@ -214,13 +214,14 @@ def test_engines_that_have_the_seats_they_need(role, seats, fraction):
 @pytest.mark.parametrize("setting, refused", [("expandable_segments:True", True), ("", False),
                                               ("max_split_size_mb:64, expandable_segments : True", True),
                                               ("expandable_segments:False", False)])
-def test_memory_of_cuda_that_is_mapped_piece_by_piece(loads, monkeypatch, setting, refused):
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_memory_of_cuda_that_is_mapped_piece_by_piece(loads, monkeypatch, variable, setting, refused):
     config = configuration()
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+    monkeypatch.setenv(variable, setting)
     hooks.check_engine(config)  # nothing of it on the CPU
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     if refused:
-        assert_refused(config, loads, "PYTORCH_CUDA_ALLOC_CONF=.*take expandable_segments:True out")
+        assert_refused(config, loads, f"{variable}=.*take expandable_segments:True out")
     else:
         checks.check_memory()
 

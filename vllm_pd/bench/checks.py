@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import ConfigError
+from vllm_pd.launch.shares import parse_numbered
 
 
 def require_at_least(limits: Iterable[tuple[str, float, float]]) -> None:
@@ -20,14 +21,6 @@ def require_healthy(key: str, urls: Iterable[str]) -> None:
     for url in urls:
         if not is_healthy(url):
             raise ConfigError(key, url, "no healthy engine answers there: start it, or write its URL")
-
-
-def parse_numbered(key: str, text: str) -> tuple[int, ...]:
-    """The numbers in `0,1`; none in an empty text."""
-    try:
-        return tuple(int(number) for number in text.split(",") if text)
-    except ValueError:
-        raise ConfigError(key, text, "write numbers, like 0,1") from None
 
 
 def parse_cores(key: str, text: str) -> tuple[int, ...]:

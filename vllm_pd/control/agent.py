@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life cycle of what speaks for an engine: its protocol, its sockets, its lifeline and the control thread."""
 import collections
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,9 +16,12 @@ from vllm_pd.control.thread import ControlThread
 from vllm_pd.core import messages as m
 from vllm_pd.liveness import process
 from vllm_pd.liveness.lifeline import Lifeline
+from vllm_pd.rpc.addresses import is_loopback
 
 if TYPE_CHECKING:
     from vllm_pd.config import PDConfig
+
+logger = logging.getLogger("vllm.pd")
 
 
 class ControlAgent:
@@ -46,6 +50,7 @@ class ControlAgent:
         used."""
         sockets = ControlSockets(self.member.incarnation, self._config, self._front)
         self._socket_counters = sockets.counters
+        self._warn_of_loopback()
         self._lifeline = Lifeline(self.member.incarnation, urlsplit(sockets.address).hostname)
         member = msgspec.structs.replace(self.member, address=sockets.address, lifeline=self._lifeline.address)
         self.protocol = PeerProtocol(self._config, member, self._metadata, self._clock)
@@ -57,6 +62,13 @@ class ControlAgent:
         self.thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone,
                                     self._look, poster)
         self.thread.start()
+
+    def _warn_of_loopback(self) -> None:
+        hosts = [urlsplit(url).hostname for url in self._config.broker.split(",")]
+        if is_loopback(urlsplit(self._config.bind).hostname) and not all(map(is_loopback, hosts)):
+            logger.warning("bind=%s: engines of other hosts can't reach this one, and the broker is at %s: in a fleet "
+                           "of several hosts write \"bind\": \"tcp://ADDRESS:0\", with this host's address",
+                           self._config.bind, self._config.broker)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Leave the registry and end the thread. Open attempts are not waited for."""

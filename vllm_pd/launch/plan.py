@@ -5,7 +5,6 @@ The whole plan is checked before anything starts, because an engine needs half a
 taken or that a setting is misspelt.
 """
 
-import itertools
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
 from vllm_pd.launch.router_args import parse_router_args
+from vllm_pd.launch.shares import VISIBLE, gpu_arguments, gpu_env, gpu_shares, parse_numbered, split_evenly
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
 from vllm_pd.router.options import API_KEY_VARIABLE, OPERATOR_KEY_VARIABLE, RequestOrder
@@ -48,6 +48,8 @@ class UpOptions:
     pd: Annotated[Mapping[str, Any], Option(
         "A setting of every engine, like max_local_prefill_tokens=500; may be repeated.", metavar="KEY=VALUE",
         parse=lambda texts: dict(map(parse_setting, texts)))] = field(default_factory=dict)
+    gpus: Annotated[str, Option("The GPUs that the engines share, evenly; by default each sees all of them.",
+                                metavar="0,1")] = ""
     serve_args: Annotated[Sequence[str], Option("What follows -- goes to every `vllm serve`.", metavar="[-- ARGS...]",
                                                 argument=True)] = ()
     router: Annotated[bool, Option("Start a router in front of the decode engines.")] = False
@@ -103,7 +105,8 @@ class FleetPlan:
 
 def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str] = SERVE,
                broker: Sequence[str] = BROKER, router: Sequence[str] = ROUTER) -> FleetPlan:
-    """The plan for `options`. Each engine is pinned to its share of `cores`, unless there are fewer cores than engines.
+    """The plan for `options`. Each engine is pinned to its share of `cores`, unless there are fewer cores than engines,
+    or runs on its share of the GPUs.
     `serve`, `broker` and `router` are the beginnings of the commands.
 
     Raises ConfigError for invalid options and settings, and for ports that are in use.
@@ -137,20 +140,24 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
         broker_port = take_free(HOST)
     broker_url = f"tcp://{HOST}:{broker_port}"
     roles = [Role.DECODE] * options.decode + [Role.PREFILL] * options.prefill
-    shares = split_cores(cores, count)
+    gpus = parse_numbered("--gpus", options.gpus)
+    shares = split_evenly(() if gpus else cores, count)
+    owned = gpu_shares(gpus, count) if gpus else [()] * count
+    sharing = -(-count // len(gpus)) if gpus else 0
     numbers = [*range(options.decode), *range(options.prefill)]
     events = options.router and value_of("--kv-events-config", options.serve_args) is None
     if events:
         _refuse_ranks(options.serve_args)
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
-                   env=omp_env(share, crowded=0 < len(cores) < count),
+                   env=gpu_env(devices) if devices else omp_env(share, crowded=0 < len(cores) < count),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd),
                             *(("--kv-events-config", events_config())
                               if events and (role.decodes or prefill_first) else ()),
-                            *options.serve_args))
-        for role, number, port, share in zip(roles, numbers, ports[options.router:], shares, strict=True))
+                            *options.serve_args, *gpu_arguments(devices, sharing, options.serve_args)))
+        for role, number, port, share, devices in zip(roles, numbers, ports[options.router:], shares, owned,
+                                                      strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
     front = None
@@ -192,25 +199,17 @@ def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
                        "kv_connector_extra_config": {"broker": broker_url, **pd}})
 
 
-def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """`count` disjoint shares of `cores`, as equal as possible; all empty where there are fewer cores than shares."""
-    if len(cores) < count:
-        return [()] * count
-    ordered = sorted(cores)
-    edges = [len(ordered) * i // count for i in range(count + 1)]
-    return [tuple(ordered[a:b]) for a, b in itertools.pairwise(edges)]
-
-
 def starting_at_once(engines: Sequence[EnginePlan]) -> int:
     """How many of these engines may start at the same time.
 
     Only one where two of them share a GPU: as vLLM starts, it measures how much memory of the GPU the model needs, and
     counts what another engine takes meanwhile as its own. With --kv-cache-memory-bytes it does not measure.
     """
-    measuring = [engine.env["CUDA_VISIBLE_DEVICES"] for engine in engines if "CUDA_VISIBLE_DEVICES" in engine.env
-                 and value_of("--kv-cache-memory-bytes", engine.command) is None]
-    shared = len(measuring) > len(set(measuring))
-    return 1 if shared else STARTING_AT_ONCE
+    inherited = None if engines_run_on_cpu() else os.environ.get(VISIBLE, "all")
+    measuring = [engine.env.get(VISIBLE, inherited) for engine in engines
+                 if value_of("--kv-cache-memory-bytes", engine.command) is None]
+    on_gpus = [one for one in measuring if one is not None]
+    return 1 if len(on_gpus) > len(set(on_gpus)) else STARTING_AT_ONCE
 
 
 def engines_run_on_cpu() -> bool:

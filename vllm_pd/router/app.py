@@ -2,6 +2,7 @@
 """The router as an ASGI application: its own routes, and the checks on requests that it forwards to workers."""
 import asyncio
 import logging
+import secrets
 import ssl
 from collections.abc import Callable
 from http import HTTPStatus
@@ -51,6 +52,7 @@ class RouterApp:
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
         self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
+        self._via = b"1.1 vllm-pd-" + secrets.token_hex(6).encode()  # in the header Via of all that goes to workers
         self._running = False
         self._unready = False
         self._cut = False
@@ -71,8 +73,8 @@ class RouterApp:
         self.subscriptions = EventSubscriptions(self.placer, session, options)
         self.probes = GenerationProbes(options, session, self._came_up,
                                         lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
-                                        lambda url: self.subscriptions.progress_of(url))
-        self.proxy = RouterProxy(options, self.workers, self.placer, self.worker_client, self.metrics)
+                                        lambda url: self.subscriptions.progress_of(url), self._via)
+        self.proxy = RouterProxy(options, self.workers, self.placer, self.worker_client, self.metrics, self._via)
         self._membership = Membership(options, self.workers, self.metrics)
         self.workers.on_join.append(self.probes.watch)
         self.workers.on_leave.append(self.subscriptions.unsubscribe)

@@ -123,6 +123,7 @@ class RouterOptions:
         prefill_workers = _parse_workers("--prefill-worker", self.prefill_workers, workers)
         if self.block_size is not None and self.block_size < 1:
             raise ConfigError("--block-size", self.block_size, "write the workers' own block size")
+        self.access.load_keys()  # raises for a file that is none
         if self.broker is not None:
             _check_broker(self.broker, self.access)
         for value in self.events:

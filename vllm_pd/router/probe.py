@@ -68,10 +68,12 @@ _completion = msgspec.json.Decoder(_Completion)
 
 class GenerationProbes:
     """One task for each worker, from `watch` to `forget`. `on_up` is called with each worker that has come up, `count`
-    with a worker's URL and the outcome of each probe. `progress_of` returns the present progress of a worker."""
+    with a worker's URL and the outcome of each probe. `progress_of` returns the present progress of a worker. `via`: as
+    in `RouterProxy`."""
 
     def __init__(self, options: RouterOptions, session: aiohttp.ClientSession, on_up: Callable[[RouterWorker], None],
-                 count: Callable[[str, str], None], progress_of: Callable[[str], WorkerProgress]) -> None:
+                 count: Callable[[str, str], None], progress_of: Callable[[str], WorkerProgress],
+                 via: bytes) -> None:
         self._options = options
         self._session = session
         self._on_up = on_up
@@ -79,7 +81,7 @@ class GenerationProbes:
         self._progress_of = progress_of
         self._tasks: dict[RouterWorker, asyncio.Task] = {}
         key = options.key_for_workers
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = {"Via": via.decode()} | ({} if key is None else {"Authorization": f"Bearer {key}"})
 
     def watch(self, worker: RouterWorker) -> None:
         """Begin to probe this worker."""

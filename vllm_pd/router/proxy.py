@@ -53,6 +53,7 @@ MAX_WHOLE_BYTES = 1 << 20
 _DONE = re.compile(rb"data: ?\[DONE\]")
 _TAIL_BYTES = 256
 ENDING = "the router is shutting down"
+LOOP = "this request has passed this router before: one of its workers is the router itself, or leads back to it"
 _LOST = "the worker was lost after the answer had begun"
 _ERROR_EVENT = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
 _CLIENT_ERROR = re.compile(rb'"code":\s*4\d\d\b')
@@ -130,15 +131,17 @@ class _Try(InFlightTry):
 
 
 class RouterProxy:
-    """Forwards requests to workers. Belongs to the router's event loop."""
+    """Forwards requests to workers. Belongs to the router's event loop. `via`: this router's value of the header Via
+    (RFC 9110, 7.6.3), by which it knows its own requests."""
 
     def __init__(self, options: RouterOptions, workers: Workers, placer: Placer, worker_client: WorkerClient,
-                 metrics: RouterMetrics) -> None:
+                 metrics: RouterMetrics, via: bytes) -> None:
         self._options = options
         self._workers = workers
         self._placer = placer
         self._worker_client = worker_client
         self._metrics = metrics
+        self._via = via
         self._authorization = (None if options.worker_api_key is None
                                else f"Bearer {options.worker_api_key}".encode())
         self._prefills = (PrefillSender(options, workers, placer, worker_client, metrics)
@@ -149,6 +152,9 @@ class RouterProxy:
 
     async def forward(self, request: RouterRequest, receive: Receive, send: Send) -> int:
         """Answer a request. Returns the status that was sent. Raises ClientGone, ClientResponseBroken."""
+        if any(name == b"via" and self._via in value for name, value in request.headers):
+            await respond(send, responses.error_response(HTTPStatus.LOOP_DETECTED, LOOP))
+            return HTTPStatus.LOOP_DETECTED
         if self._options.continue_streams and request.generates:
             request.stream = ContinuableStream.of(request.path, request.body)
             if request.stream is not None:
@@ -160,7 +166,7 @@ class RouterProxy:
         authorization = self._authorization
         if authorization and request.method == b"OPTIONS":  # the router asks for no key there, so it lends none
             authorization = b""
-        headers = responses.request_headers(request.headers, authorization)
+        headers = [*responses.request_headers(request.headers, authorization), (b"via", self._via)]
         client = ClientConnection(receive, send)
         try:
             plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 MAX_KEPT_CHARS = 16 << 20  # of text; with its ids about twice as many bytes
+ENTRY_CHARS = 128  # what the rest of an entry takes, in characters of text
 MIN_REST_RATIO = 3  # a text is cut only if what is left is so many times what is tokenised now
 
 SAMPLES = 3  # places in a text
@@ -148,8 +149,9 @@ class TokenCache:
     def _keep(self, new: dict[str, array]) -> None:
         with self._lock:
             for segment, ids in new.items():
-                if segment not in self._kept and len(segment) <= self._max_kept_chars:
+                size = ENTRY_CHARS + len(segment)
+                if segment not in self._kept and size <= self._max_kept_chars:
                     self._kept[segment] = ids
-                    self.kept_chars += len(segment)
+                    self.kept_chars += size
             while self.kept_chars > self._max_kept_chars:
-                self.kept_chars -= len(self._kept.popitem(last=False)[0])
+                self.kept_chars -= ENTRY_CHARS + len(self._kept.popitem(last=False)[0])

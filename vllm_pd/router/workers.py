@@ -195,7 +195,7 @@ class RouterWorker:
     def leave(self) -> None:
         """It gets no new requests from now on."""
         self.leaving = True
-        self._update_metric()
+        self._up.set(False)
 
     def as_json(self) -> dict[str, object]:
         """Its entry in /workers."""
@@ -205,7 +205,8 @@ class RouterWorker:
                 "busy_s": max(0.0, round(self.paused_until_s - self.now(), 3))}
 
     def _update_metric(self) -> None:
-        self._up.set(self.state is WorkerState.UP and not self.leaving)
+        if not self.leaving:  # the figure is that of its successor at this URL
+            self._up.set(self.state is WorkerState.UP)
 
 
 class Workers:

@@ -29,16 +29,15 @@ from vllm_pd.launch.plan import (
     omp_env,
     plan_fleet,
     refuse_ours,
-    split_cores,
     value_of,
 )
+from vllm_pd.launch.shares import VISIBLE, gpu_arguments, gpu_env, gpu_shares, split_evenly
 from vllm_pd.ports import require_free, take_free, take_free_run
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
 
 BUDGETS = (64, 256, 1024)
 DEFAULT = ("alone", "pd", "mixed-rr", "chunked-256")
-GPU_MEMORY = 0.8  # of each, for all engines that share it
 
 
 class ArmKind(Enum):
@@ -173,29 +172,24 @@ def arm_arguments(arm: Arm, settings: FleetSettings) -> tuple[str, ...]:
 
 def places(settings: FleetSettings, count: int) -> list[Place]:
     """Where `count` engines run: on shares of the cores or GPUs, or all on all of them where there are too few."""
-    numbers = settings.gpus or settings.cores
-    shares = split_cores(numbers, count)
-    crowded = 0 < len(numbers) < count
+    cores = settings.cores
     if not settings.gpus:
-        passive = {"OMP_WAIT_POLICY": "passive"} if numbers else {}  # the front ends run on the same cores
-        return [Place(share or settings.cores, omp_env(share, crowded=crowded) | passive) for share in shares]
-    found = []
-    for number, share in enumerate(shares):
-        gpus = share or (numbers[number % len(numbers)], )
-        arguments: tuple[str, ...] = ("--tensor-parallel-size", str(len(gpus))) if len(gpus) > 1 else ()
-        if crowded and value_of("--gpu-memory-utilization", settings.serve_args) is None:
-            arguments += ("--gpu-memory-utilization", f"{GPU_MEMORY / -(-count // len(numbers)):.2f}")
-        found.append(Place(settings.cores, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}, arguments))
-    return found
+        crowded = 0 < len(cores) < count
+        passive = {"OMP_WAIT_POLICY": "passive"} if cores else {}  # the front ends run on the same cores
+        return [Place(share or cores, omp_env(share, crowded=crowded) | passive)
+                for share in split_evenly(cores, count)]
+    sharing = -(-count // len(settings.gpus))
+    return [Place(cores, gpu_env(gpus), gpu_arguments(gpus, sharing, settings.serve_args))
+            for gpus in gpu_shares(settings.gpus, count)]
 
 
 def described(settings: FleetSettings, spread: Sequence[Place]) -> str:
     """On what the engines of an arm run, in words."""
     numbers, what = (settings.gpus, "GPU") if settings.gpus else (settings.cores, "core")
-    shares = {(place.cores, place.env.get("CUDA_VISIBLE_DEVICES")) for place in spread}
+    shares = {(place.cores, place.env.get(VISIBLE)) for place in spread}
     if len(shares) < len(spread) and numbers:
         return f"{len(spread)} engines, time-sliced on {what} {','.join(map(str, numbers))}"
-    used = [place.env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, place.cores)) for place in spread]
+    used = [place.env.get(VISIBLE) or ",".join(map(str, place.cores)) for place in spread]
     return f"{len(spread)} engine{'s' * (len(spread) > 1)}, {what} {' | '.join(used)}"
 
 
