@@ -222,8 +222,12 @@ def test_what_an_operator_has_made_is_used(server, prefix, speaker):
 
 def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix, speaker, caplog, monkeypatch):
     opened, open_store = [], nats_store.Store.open
-    monkeypatch.setattr(nats_store.Store, "open", lambda *arguments, **more: (opened.append(time.monotonic()),
-                                                                   open_store(*arguments, **more))[1])
+
+    def counted_open(*arguments, **more):
+        opened.append(time.monotonic())
+        return open_store(*arguments, **more)
+
+    monkeypatch.setattr(nats_store.Store, "open", counted_open)
     stream = api.StreamConfig(name=f"{prefix}_jobs", subjects=[f"{prefix}.jobs.>"])
     ask(server, lambda client, js: js.add_stream(stream))
     d = speaker(m.Role.DECODE)

@@ -19,7 +19,7 @@ from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
 from vllm_pd.launch.router_args import parse_router_args
-from vllm_pd.launch.shares import VISIBLE, gpu_arguments, gpu_env, gpu_shares, parse_numbered, split_evenly
+from vllm_pd.launch.shares import parse_numbered, split_evenly
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
 from vllm_pd.router.options import API_KEY_VARIABLE, OPERATOR_KEY_VARIABLE, RequestOrder
@@ -32,6 +32,9 @@ STARTING_AT_ONCE = 2  # starting needs mostly the CPU
 STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
 OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
     "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPU_MEMORY = 0.8  # of each, for all engines that share it
+SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
@@ -106,8 +109,7 @@ class FleetPlan:
 def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str] = SERVE,
                broker: Sequence[str] = BROKER, router: Sequence[str] = ROUTER) -> FleetPlan:
     """The plan for `options`. Each engine is pinned to its share of `cores`, unless there are fewer cores than engines,
-    or runs on its share of the GPUs.
-    `serve`, `broker` and `router` are the beginnings of the commands.
+    or runs on its share of the GPUs. `serve`, `broker` and `router` are the beginnings of the commands.
 
     Raises ConfigError for invalid options and settings, and for ports that are in use.
     """
@@ -142,22 +144,21 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     roles = [Role.DECODE] * options.decode + [Role.PREFILL] * options.prefill
     gpus = parse_numbered("--gpus", options.gpus)
     shares = split_evenly(() if gpus else cores, count)
-    owned = gpu_shares(gpus, count) if gpus else [()] * count
-    sharing = -(-count // len(gpus)) if gpus else 0
+    on_gpus = gpu_places(gpus, count, options.serve_args) if gpus else [({}, ())] * count
     numbers = [*range(options.decode), *range(options.prefill)]
     events = options.router and value_of("--kv-events-config", options.serve_args) is None
     if events:
         _refuse_ranks(options.serve_args)
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
-                   env=gpu_env(devices) if devices else omp_env(share, crowded=0 < len(cores) < count),
+                   env=gpu_env or omp_env(share, crowded=0 < len(cores) < count),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
                             transfer_config(role, broker_url, options.pd),
                             *(("--kv-events-config", events_config())
                               if events and (role.decodes or prefill_first) else ()),
-                            *options.serve_args, *gpu_arguments(devices, sharing, options.serve_args)))
-        for role, number, port, share, devices in zip(roles, numbers, ports[options.router:], shares, owned,
-                                                      strict=True))
+                            *options.serve_args, *gpu_arguments))
+        for role, number, port, share, (gpu_env, gpu_arguments) in zip(roles, numbers, ports[options.router:], shares,
+                                                                       on_gpus, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
     front = None
@@ -267,6 +268,24 @@ def refuse_ours(serve_args: Sequence[str]) -> None:
         flag: str | None = OWN_FLAGS.get(argument.partition("=")[0].replace("_", "-"))
         if flag is not None:
             raise ConfigError(f"-- {argument}", None, f"this command sets it for each engine: use {flag}")
+
+
+def gpu_places(gpus: Sequence[int], count: int,
+               serve_args: Sequence[str]) -> list[tuple[dict[str, str], tuple[str, ...]]]:
+    """The environment of each of `count` engines that share these GPUs, and what it needs beside `serve_args`: a
+    tensor-parallel rank on each of its GPUs, or its part of the memory of one that several engines use."""
+    sharing = -(-count // len(gpus))
+    split = any(value_of(flag, serve_args) is not None for flag in SPLITS)
+    places = []
+    for number, share in enumerate(split_evenly(gpus, count)):
+        owned = share or (gpus[number % len(gpus)], )
+        arguments: tuple[str, ...] = ()
+        if len(owned) > 1 and not split:
+            arguments += ("--tensor-parallel-size", str(len(owned)))
+        if sharing > 1 and value_of("--gpu-memory-utilization", serve_args) is None:
+            arguments += ("--gpu-memory-utilization", f"{GPU_MEMORY / sharing:.2f}")
+        places.append(({VISIBLE: ",".join(map(str, owned))}, arguments))
+    return places
 
 
 def omp_env(share: Sequence[int], *, crowded: bool) -> dict[str, str]:

@@ -22,16 +22,18 @@ from vllm_pd.launch.plan import (
     BROKER,
     HOST,
     SERVE,
+    VISIBLE,
     EnginePlan,
     FleetPlan,
     UpOptions,
     events_config,
+    gpu_places,
     omp_env,
     plan_fleet,
     refuse_ours,
     value_of,
 )
-from vllm_pd.launch.shares import VISIBLE, gpu_arguments, gpu_env, gpu_shares, split_evenly
+from vllm_pd.launch.shares import split_evenly
 from vllm_pd.ports import require_free, take_free, take_free_run
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
@@ -178,9 +180,7 @@ def places(settings: FleetSettings, count: int) -> list[Place]:
         passive = {"OMP_WAIT_POLICY": "passive"} if cores else {}  # the front ends run on the same cores
         return [Place(share or cores, omp_env(share, crowded=crowded) | passive)
                 for share in split_evenly(cores, count)]
-    sharing = -(-count // len(settings.gpus))
-    return [Place(cores, gpu_env(gpus), gpu_arguments(gpus, sharing, settings.serve_args))
-            for gpus in gpu_shares(settings.gpus, count)]
+    return [Place(cores, env, arguments) for env, arguments in gpu_places(settings.gpus, count, settings.serve_args)]
 
 
 def described(settings: FleetSettings, spread: Sequence[Place]) -> str:
