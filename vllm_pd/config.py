@@ -143,8 +143,8 @@ class PDConfig:
         False, "Whether a decode engine logs where each prompt is prefilled and why; with `max_local_prefill_tokens` "
         "`auto` with all that was compared.")
     store: StoreSettings | None = _key(
-        None, "On V1: the KV store that the engines of this host share, as an object of its own keys. What is there "
-        "counts as a prefix hit.")
+        None, "The KV store that the engines of this host share, as an object of its own keys. What is there counts as "
+        "a prefix hit.")
     drain_timeout_s: float = _key(
         30.0, "How long a server may go on after the signal to stop with what is open, before that is ended.", least=0,
         most=86400)

@@ -67,9 +67,12 @@ def attach_engine(engine: LLMEngine) -> Disaggregation | None:
     settings = _settings(engine.vllm_config)
     if settings is None:
         return None
-    from vllm_pd.v0.engine import Disaggregation
+    if settings["extra"].get("store") is None:
+        from vllm_pd.v0.engine import Disaggregation as Binding
+    else:
+        from vllm_pd.v0.with_store import DisaggregationWithStore as Binding
     selection.hold(engine)
-    return Disaggregation(engine, settings)
+    return Binding(engine, settings)
 
 
 def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]) -> Callable[[], None]:

@@ -69,6 +69,22 @@ def test_the_spy_sees_an_engine_that_is_not_refused(loads):
     assert loads == ["executor"]
 
 
+@pytest.mark.parametrize("more, words", [
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2.*leave out the key store, or use V1"),
+    ({"enable_prefix_caching": False}, "enable_prefix_caching=False.*leave it on, or leave out the key store"),
+], ids=str)
+def test_b80_b104_what_the_store_can_not_be_used_with(loads, more, words):
+    assert_refused(configuration({"store": {}}, **more), loads, words)
+    hooks.check_engine(configuration(**more))
+
+
+def test_b80_b104_the_store_knows_no_cache_on_a_device(loads):
+    config = configuration({"store": {}})
+    config.device_config.device_type = "cuda"
+    with pytest.raises(ConfigError, match="store='cuda'.*leave it out"):
+        v0_checks.check_store(config)
+
+
 def test_kv_heads_that_do_not_divide(loads):
     heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
     assert_refused(configuration(hf_overrides=heads, tensor_parallel_size=2), loads, "tensor_parallel_size=2.*3 KV")

@@ -207,7 +207,7 @@ def test_b80_v1_is_refused(model, monkeypatch):
     ({**BROKER, "lease_s": "long"}, "lease_s.*long"),
     ({**BROKER, "max_local_prefill_tokens": -1}, "max_local_prefill_tokens.*-1"),
     ({"broker": "tcp://10.0.0.1:5700"}, "broker.*10.0.0.1"),
-    ({**BROKER, "store": {}}, "store={}.*leave it out"),
+    ({**BROKER, "store": {"memory_gib": 0}}, "memory_gib=0.*above 0"),
 ], ids=str)
 def test_b80_a_wrong_setting_names_key_and_value(model, extra, words):
     with pytest.raises(ConfigError, match=f"(?s){words}"):

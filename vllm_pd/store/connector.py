@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.layers import check_stored_groups
-from vllm_pd.store.plan import NamedBlock, StorePlan
+from vllm_pd.store.plan import LATE_BYTES, NamedBlock, StorePlan
 from vllm_pd.store.stats import StorePromMetrics, StoreStats
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, block_parts, model_of
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker
-
-LATE_BYTES = 64 << 20  # put with one step of what earlier steps did not compute, as a prompt that came from a peer
 
 
 @dataclass(frozen=True)

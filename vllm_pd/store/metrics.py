@@ -23,12 +23,13 @@ class StoreFamilies(FamilyCollector):
 
 
 class StoreMetrics:
-    """The figures of one engine. `engine` is its number in the front end."""
+    """The figures of one engine. `engine` is its number in the front end; None: the figures have no such label."""
 
-    def __init__(self, model_name: str, engine: int) -> None:
-        families = StoreFamilies.of_process(True)
-        self._events = {event: families.blocks.labels(model_name, str(engine), event) for event in BLOCK_EVENTS}
-        self._loads = {end: families.loads.labels(model_name, str(engine), end) for end in LOAD_OUTCOMES}
+    def __init__(self, model_name: str, engine: int | None = None) -> None:
+        families = StoreFamilies.of_process(engine is not None)
+        labels = (model_name, ) if engine is None else (model_name, str(engine))
+        self._events = {event: families.blocks.labels(*labels, event) for event in BLOCK_EVENTS}
+        self._loads = {end: families.loads.labels(*labels, end) for end in LOAD_OUTCOMES}
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add these numbers to the counters, by event or outcome; other names are left out."""

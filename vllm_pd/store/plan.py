@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 COUNT_S = 1.0
+LATE_BYTES = 64 << 20  # put with one step of what earlier steps did not compute, as a prompt that came from a peer
 
 
 class NamedBlock(NamedTuple):

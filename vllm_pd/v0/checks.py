@@ -38,6 +38,8 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     check_transport(ours, config.parallel_config.tensor_parallel_size)
     ours.transport_choice.check_device(config.device_config.device_type)
     check_seats(ours, config.scheduler_config.max_num_seqs)
+    if ours.store is not None:
+        check_store(config)
     check_memory()
     check_bind(ours.bind)
     pin_weights(config)
@@ -99,6 +101,20 @@ def check_seats(config: PDConfig, max_num_seqs: int) -> None:
         raise ConfigError("max_parked_fraction", config.max_parked_fraction, "on a kv_both engine one of the "
                           f"{max_num_seqs} seats (max_num_seqs) must stay free for peers' jobs: write at most "
                           f"{math.floor((max_num_seqs - 1) / max_num_seqs * 1000) / 1000:g}")
+
+
+def check_store(config: VllmConfig) -> None:
+    """Raises ConfigError for an engine that can't use the KV store."""
+    if config.device_config.device_type != "cpu":
+        raise ConfigError("store", config.device_config.device_type, "leave it out: the store is not connected to "
+                          "caches on a device yet")
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks > 1:
+        raise ConfigError("tensor_parallel_size", ranks, "use 1, leave out the key store, or use V1: the other ranks "
+                          "of V0 hear of a block to put with the next step, when a peer may write to it already")
+    if not config.cache_config.enable_prefix_caching:
+        raise ConfigError("enable_prefix_caching", False, "leave it on, or leave out the key store: what the store has "
+                          "is used as a prefix hit. If nothing switches it off, the log says why it is off")
 
 
 def sample_cache(config: VllmConfig) -> CacheDescription:

@@ -43,8 +43,6 @@ def claim(engine_args: EngineArgs) -> None:
     config = PDConfig.parse(transfer.kv_role, extra)
     if config.metaservers is not None:
         raise ConfigError("metaservers", config.metaservers, "leave it out, or use V1: engines of V0 post no jobs")
-    if config.store is not None:
-        raise ConfigError("store", extra["store"], "leave it out: V0 has no KV store")
     _check_arguments(engine_args)
     require_free_bind(config.bind)
     selection.select(CONNECTOR)
@@ -56,8 +54,9 @@ def claim(engine_args: EngineArgs) -> None:
         SETTINGS_KEY: {"kv_role": transfer.kv_role, "extra": extra, "front": new_front_address()},
     }
     engine_args.kv_transfer_config = None
-    if config.role.prefills:
-        # With it the engine would learn a step late that a job is computed: its peer would wait for another prompt.
+    if config.role.prefills or config.store is not None:
+        # With it the engine would learn a step late that a job is computed, and its peer would wait for another
+        # prompt. And the end of a step would not prove to the store that the step was computed.
         engine_args.disable_async_output_proc = True
     logger.info("%s: role %s, broker %s, V0 engine", CONNECTOR, config.role.value, config.broker)
 

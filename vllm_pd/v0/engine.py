@@ -199,7 +199,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._sleeping = not (self._progress or self._outputs
                               or (self._scheduler.has_schedulable_seqs() and not self.stalled)
                               or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
-        self._wakeup.wake_at(self._patience.next_look() if self._sleeping else None)
+        self._wakeup.wake_at(self._next_look() if self._sleeping else None)
         if self._sleeping and self._metrics_stale:
             self._metrics_due = 0.0
             self._update_metrics()
@@ -241,6 +241,10 @@ class Disaggregation(HandoverEngine, EngineBinding):
         if self.prefill_jobs is not None:
             self._guard(self.prefill_jobs.drop_aborted, self._progress)
         super()._collect()
+
+    def _next_look(self) -> float | None:
+        """When a loop that sleeps is to look again, by the monotonic clock; None: not before it is woken."""
+        return self._patience.next_look()
 
     @property
     def _decodes(self) -> bool:
