@@ -267,6 +267,32 @@ def test_broker_and_peers_are_bounded_by_room(pair):
     prefill.assert_clean()
 
 
+def test_b96_no_prompt_waits_for_a_prefill_engine_that_is_paused(pair):
+    """Until it goes on. It stays a member, so what it computes already is finished."""
+    decode, prefill = pair
+    fall_back_soon(decode)
+    prefill.protocol.set_credits(0)
+    attempt = decode.submit()
+    prefill.protocol.set_credits(0, is_paused=True)
+    fallback = decode.expect(Fallback)
+    assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.PEER)
+    assert decode.expect(Released).attempt == attempt
+    assert decode.protocol.view().prefill_peers == 0
+    assert not prefill.protocol.state.member().draining, "its front end goes on"
+    prefill.protocol.set_credits(4)
+    decode.expect_view(lambda view: view.prefill_peers == 1)
+    hand_over(decode, prefill)
+    decode.assert_clean()
+    prefill.assert_clean()
+
+
+def test_b96_a_paused_engine_with_clients_is_listed_as_before(broker, engine):
+    """They may wait for it, at its front end or behind a router."""
+    both = engine(Settings(broker.address), m.Role.BOTH)
+    both.protocol.set_credits(0, is_paused=True)
+    assert not both.protocol.state.entry().draining and not both.protocol.state.takes_jobs
+
+
 def test_b30_failed_at_once_is_not_delivered_again(broker, engine):
     settings = Settings(broker.address, claim_retry_s=0.5)
     decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))

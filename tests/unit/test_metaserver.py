@@ -289,7 +289,9 @@ def test_b100_a_client_makes_an_engine_connect_to_nobody(producer, changed, said
     assert transmitted(producer) == [] and producer.open_attempts() == []
 
 
-def test_b100_an_engine_that_drains_or_only_decodes_takes_no_job(producer, engine):
+def test_b100_an_engine_that_drains_is_paused_or_only_decodes_takes_no_job(producer, engine):
+    producer.set_credits(0, is_paused=True)
+    assert "is paused" in producer.take_job(job())
     producer.drain()
     assert "drains" in producer.take_job(job())
     engine.set_role(m.Role.DECODE)

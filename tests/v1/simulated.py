@@ -179,7 +179,7 @@ class FakeProtocol:
     def prefill_loads(self, avoid=()):
         return PrefillLoads(self.queued_tokens, ((0, 2.0), ) * (self.peers - len(avoid)))
 
-    def set_credits(self, jobs, queued_tokens=None):
+    def set_credits(self, jobs, queued_tokens=None, is_paused=False):
         self.credits = jobs
 
     def may_write(self, attempt):

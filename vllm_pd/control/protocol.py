@@ -242,10 +242,13 @@ class PeerProtocol:
     # For a prefill engine.
 
     @_locked
-    def set_credits(self, jobs: int, queued_tokens: int | None = None) -> None:
+    def set_credits(self, jobs: int, queued_tokens: int | None = None, is_paused: bool = False) -> None:
         """The engine could take so many jobs beyond those that it has got from `poll_event`, for which it has so many
-        prompt tokens to compute; None: it does not count them."""
+        prompt tokens to compute; None: it does not count them. `is_paused`: it computes nothing until the next call
+        without."""
         self._credits.set(jobs, queued_tokens)
+        if self.state.set_paused(is_paused):
+            self._state_changed()
         if self._new_credit() is not None:
             self.wake()
 
@@ -254,7 +257,7 @@ class PeerProtocol:
         """A client brought this job, past the queue: claim it. Returns why not, empty where it has a record now.
         Nothing is connected to because a client says so: a decode engine of the registry must be at that address."""
         if not self.state.takes_jobs:
-            return f"this engine takes no jobs: it {'drains' if self.state.draining else 'only decodes'}"
+            return f"this engine takes no jobs: it {self._why_no_jobs()}"
         if not any(member.role.decodes and (member.incarnation, member.address)
                    == (job.attempt.incarnation, job.address) for member in self._cluster.members()):
             return "the registry has no such decode engine at that address"
@@ -700,7 +703,7 @@ class PeerProtocol:
             self._own_jobs.heartbeat(self._decode.uncomputed())
         if not self.state.left:
             self._credits.send_again()
-            self._outbox.append(ToBroker(m.Register(self.state.member(), cluster.broker, cluster.version)))
+            self._outbox.append(ToBroker(m.Register(self.state.entry(), cluster.broker, cluster.version)))
 
     def _check_broker(self, now: float) -> None:
         """A broker that has been silent for too long is away."""
@@ -724,6 +727,9 @@ class PeerProtocol:
                 self._outbox.append(action)
         if actions:
             self.wake()
+
+    def _why_no_jobs(self) -> str:
+        return "drains" if self.state.draining else "is paused" if self.state.paused else "only decodes"
 
     def _new_credit(self) -> m.Credit | None:
         """What the broker should know and does not."""

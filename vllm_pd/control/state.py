@@ -19,6 +19,7 @@ class EngineState:
         self.role = member.role
         self.draining = False
         self.left = False
+        self.paused = False
         self.has_other_weights = False  # than those of its fingerprint
         self.listed_as_draining = False
         self.http = member.http
@@ -27,15 +28,21 @@ class EngineState:
     @property
     def takes_jobs(self) -> bool:
         """Whether others may send prefills here."""
-        return self.role.prefills and not self.draining
+        return self.role.prefills and not self.draining and not self.paused
 
     @property
     def hands_over(self) -> bool:
         """Whether prefills of our own may go elsewhere."""
         return self.role.decodes and not self.left and not self.has_other_weights
 
+    def entry(self) -> m.Member:
+        """The entry for the registry. A prefill engine that is paused is listed as draining until it goes on: the
+        prompts of others do not wait for it. Any other engine has clients, which may wait."""
+        paused = self.paused and self.role is m.Role.PREFILL
+        return msgspec.structs.replace(self.member(), draining=self.draining or paused)
+
     def member(self) -> m.Member:
-        """The registry entry of this moment."""
+        """This engine at this moment."""
         return msgspec.structs.replace(self._born, role=self.role, draining=self.draining, http=self.http,
                                        load=self._load or m.Load())
 
@@ -43,6 +50,11 @@ class EngineState:
         """How busy the engine is. Returns whether this is the first load since the drain began."""
         first, self._load = self._load is None, load
         return first
+
+    def set_paused(self, paused: bool) -> bool:
+        """Whether the engine computes nothing that comes now. Returns whether that is a change."""
+        changed, self.paused = paused != self.paused, paused
+        return changed
 
     def set_http(self, http: str) -> bool:
         """The front end serves at this URL. Returns whether that is a change."""

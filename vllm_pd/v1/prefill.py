@@ -237,7 +237,7 @@ class InternalRequests(PrefillHandover):
         if self._access.takes_requests:
             super().set_credits()
         else:
-            self._protocol.set_credits(0)
+            self._protocol.set_credits(0, is_paused=True)
 
     def _add_request(self, job: PeerJob) -> Request:
         tokens = len(job.prefill.token_ids)
