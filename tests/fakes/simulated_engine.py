@@ -83,14 +83,15 @@ class SimulatedEngine:
 
     def __init__(self, *, blocks: int = 64, caching: bool = True, chunk: int | None = None, max_num_seqs: int = 4,
                  max_model_len: int = 128, wants_remote: Callable[[SequenceGroup], bool] = lambda group: True,
-                 disagg: bool = True, swap_blocks: int = 0, policy: str = "fcfs") -> None:
+                 disagg: bool = True, swap_blocks: int = 0, policy: str = "fcfs", decode_steps: int = 1) -> None:
         cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=1.0, swap_space=0, cache_dtype="auto",
                             enable_prefix_caching=caching)
         cache.num_gpu_blocks, cache.num_cpu_blocks = blocks, swap_blocks
         self.scheduler = Scheduler(
             SchedulerConfig("generate", max_num_batched_tokens=chunk or max_model_len * 2, max_num_seqs=max_num_seqs,
                             max_model_len=max_model_len, enable_chunked_prefill=chunk is not None,
-                            preemption_mode="swap" if swap_blocks else None, policy=policy), cache, None)
+                            preemption_mode="swap" if swap_blocks else None, policy=policy,
+                            num_scheduler_steps=decode_steps, num_lookahead_slots=decode_steps - 1), cache, None)
         self.peers = FakePeers(self.scheduler, wants_remote)
         if disagg:
             self.scheduler.disagg = self.peers
@@ -137,6 +138,11 @@ class SimulatedEngine:
             group.update_num_computed_tokens(scheduled.token_chunk_size)
             if metadata.do_sample:
                 self._sample(group)
+            for _ in range(0 if metadata.is_prompt else self.scheduler.scheduler_config.num_scheduler_steps - 1):
+                if not group.is_finished():
+                    self._compute(metadata)
+                    group.update_num_computed_tokens(1)
+                    self._sample(group)
         for group in outputs.ignored_seq_groups:
             self.groups.pop(group.request_id, None)
         self.scheduler.free_finished_seq_groups()

@@ -30,13 +30,15 @@ def test_a_completed_prompt_is_a_hit():
     engine.check_at_rest()
 
 
-def test_generated_blocks_are_hits_too():
-    """Blocks that decoding fills are computed as well."""
-    engine = local()
-    engine.add("a", TOKENS, max_tokens=12)
+@pytest.mark.parametrize("decode_steps", [1, BLOCK_SIZE, 2 * BLOCK_SIZE + 1])
+def test_generated_blocks_are_hits_too(decode_steps):
+    """Blocks that decoding fills are computed as well; with multi-step scheduling several between two schedules."""
+    engine = local(decode_steps=decode_steps)
+    engine.add("a", TOKENS, max_tokens=31)
     seq = engine.seq("a")
-    engine.run()
-    tokens = seq.get_token_ids()[:-1]  # the last one's KV was never needed
+    while engine.scheduler.has_schedulable_seqs():
+        tokens = list(seq.get_token_ids())  # what is sampled after the last schedule is in no block yet
+        engine.step()
     assert engine.hit(tokens) == len(tokens) // BLOCK_SIZE * BLOCK_SIZE
     engine.check_at_rest()
 
