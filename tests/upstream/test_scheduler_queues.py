@@ -220,6 +220,20 @@ class TestPriority:
         engine.finish()
 
 
+def test_b1_a_prompt_is_parked_in_a_step_that_has_no_tokens_left():
+    """B1: parking needs none. What is to be computed here waits, as upstream has it."""
+    engine = SimulatedEngine(chunk=8, wants_remote=lambda group: group.request_id == "remote")
+    engine.add("long", list(range(100, 140)))
+    engine.step()
+    engine.add("remote", PROMPT)
+    engine.add("here", [7] * 9)
+    assert engine.step() == ["long"]
+    assert [group.request_id for group in engine.scheduler.remote_prefilling.values()] == ["remote"]
+    assert [group.request_id for group in engine.scheduler.waiting] == ["here"]
+    engine.arrive(engine.attempt_of("remote"))
+    engine.finish()
+
+
 def test_b50_decisions_without_disaggregation():
     """B50: an engine whose peers never want anything, and one that has none, schedule the same."""
     def history(disagg: bool) -> list:
