@@ -25,6 +25,7 @@ def stop_first(progress):
             time.sleep(0.001)
     return requests
 jobs.take_requests = stop_first
+disagg.expects_steps = lambda: True  # or the engine would wait for that rank to end its loop
 """
 LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
 
@@ -137,6 +138,7 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
         assert two.stats()["prefill_sending"] == 1, "rank 1 still reads"
     finally:
         os.kill(other, signal.SIGCONT)
+    two.execute("del disagg.expects_steps")
     trio.d.at_rest()
     two.at_rest()
     assert trio.d.counters().since(before)["attempts_total:done"] == 0
@@ -163,6 +165,19 @@ def test_b32_generate_on_a_prefill_engine_of_two_ranks_leaves_its_workers_free(t
     assert two.evaluate("llm.collective_rpc(lambda worker: worker.rank)") == [0, 1]
     two.do("hold", held=False)
     trio.d.wait([name])
+
+
+def test_b32_workers_are_free_while_all_requests_wait_for_a_peer(trio, two):
+    """B32: no step follows the last one of the engine's other requests until the peer is done."""
+    trio.p.do("hold", held=True)
+    with two.policy(max_local_prefill_tokens=100):
+        parked, short = two.add_all([prompt(200, "parked"), prompt(20, "short")])
+        two.wait([short])
+    assert two.stats()["remote_prefilling"] == 1, "or nothing is shown here"
+    assert two.evaluate("engine.model_executor.parallel_worker_tasks is None")
+    assert two.evaluate("llm.collective_rpc(lambda worker: worker.rank)") == [0, 1]
+    trio.p.do("hold", held=False)
+    two.wait([parked])
 
 
 def test_b21_an_engine_is_gone_when_its_last_rank_is(trio, two, mono):

@@ -166,12 +166,13 @@ class Disaggregation(HandoverEngine, EngineBinding):
                                  *scheduler.remote_prefilling.values()))
 
     def expects_steps(self) -> bool:
-        """Whether more steps follow the one that ends. `LLM.generate` makes none after its own last request, though
-        jobs of peers may be left."""
+        """Whether more steps follow the one that ends. None does while all that is left waits for peers, and
+        `LLM.generate` makes none after its own last request, though jobs of peers may be left. Outputs that wait to be
+        processed need no step: without one they are processed at once."""
         self._end_step()
         if self._had_clients and not self.in_loop and self.get_num_client_requests() == 0:
             return False
-        return self._scheduler.has_unfinished_seqs()
+        return self._has_step()
 
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as that of `LLM`, is slowed down here
@@ -196,9 +197,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         """Whether a step would do anything, given what has arrived up to now."""
         self._end_step()
         self._collect()
-        self._sleeping = not (self._progress or self._outputs
-                              or (self._scheduler.has_schedulable_seqs() and not self.stalled)
-                              or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
+        self._sleeping = not (self._progress or self._outputs or self._has_step())
         self._wakeup.wake_at(self._next_look() if self._sleeping else None)
         if self._sleeping and self._metrics_stale:
             self._metrics_due = 0.0
@@ -241,6 +240,11 @@ class Disaggregation(HandoverEngine, EngineBinding):
         if self.prefill_jobs is not None:
             self._guard(self.prefill_jobs.drop_aborted, self._progress)
         super()._collect()
+
+    def _has_step(self) -> bool:
+        """Whether a step would have work for the workers."""
+        return ((self._scheduler.has_schedulable_seqs() and not self.stalled)
+                or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
 
     def _next_look(self) -> float | None:
         """When a loop that sleeps is to look again, by the monotonic clock; None: not before it is woken."""
