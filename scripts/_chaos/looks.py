@@ -39,7 +39,7 @@ def open_counts(engine) -> dict[str, int]:
     scheduler, manager, disagg = engine.scheduler[0], engine.scheduler[0].block_manager, engine.disagg
     computed, accessed = manager._computed_blocks_tracker, manager._last_access_blocks_tracker
     counts = {
-        "unfinished": int(engine.has_unfinished_requests()),
+        "unfinished": int(engine.get_num_unfinished_requests() > 0),
         "waiting": len(scheduler.waiting),
         "running": len(scheduler.running),
         "swapped": len(scheduler.swapped),

@@ -9,7 +9,7 @@ from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
 from vllm_pd.control.own_jobs import PERIODS, PrefillLoads
 from vllm_pd.control.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Fallback, FallbackReason, HoldEnded, Prefill, ToBroker
+from vllm_pd.core.actions import Fallback, FallbackReason, HoldEnded, Prefill, ToBroker, ToDecode
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 US = m.Member("us", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT)
@@ -146,6 +146,40 @@ def test_jobs_that_come_count_until_the_engine_has_credits_again(protocol, woken
     woken.clear()
     protocol.set_credits(1)
     assert not woken and transmitted(protocol) == []
+
+
+def test_b30_jobs_of_an_engine_that_polls_no_more_are_given_back(protocol):
+    """B30: one that it has not polled, one whose claim is on its way, one that is offered too late."""
+
+    def offer(number):
+        from_broker(protocol, m.Offer(m.Job(attempts[number], decoder.address, [1] * 20, 0, 60.0), number))
+
+    def grant(number):
+        protocol.receive(MessageSource.DECODE, "d", m.Grant(attempts[number], number + 1, [3, 4], 0, 9.0))
+
+    decoder = m.Member("d", m.Role.DECODE, "tcp://127.0.0.1:3", FINGERPRINT)
+    attempts = [m.Attempt("d", "r", number) for number in range(4)]
+    protocol.set_credits(8)
+    offer(0)
+    protocol.receive(MessageSource.DECODE, "d", m.HelloReply(decoder, b"memory"))
+    offer(1)
+    grant(0)
+    transmitted(protocol)
+    protocol.refuse_jobs("no steps")
+    assert protocol.state.paused
+    grant(1)
+    offer(2)
+    grant(2)
+    assert not any(isinstance(event, Prefill) for event in events(protocol)) and not protocol.open_attempts()
+    sent = list(iter(protocol.poll_transmit, None))
+    assert ToBroker(m.Credit(0, 2)) in sent
+    assert [action.message.attempt for action in sent
+            if isinstance(action, ToDecode) and isinstance(action.message, m.Failed)] == attempts[:3]
+    protocol.set_credits(8)
+    assert not protocol.state.paused
+    offer(3)
+    grant(3)
+    assert [event.attempt for event in events(protocol)] == attempts[3:]
 
 
 def test_credits_that_did_not_leave_are_sent_again(protocol):

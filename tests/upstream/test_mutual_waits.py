@@ -173,6 +173,9 @@ class Node:
     def set_credits(self, jobs: int, queued_tokens: int | None = None) -> None:
         self.room = jobs
 
+    def refuse_jobs(self, reason: str) -> None:
+        self.room = 0
+
     def set_load(self, load) -> None:
         pass
 
@@ -309,6 +312,7 @@ def test_b30_a_job_that_its_engine_aborts_by_itself_is_answered(monkeypatch, oth
     if others:
         prefiller.ask("client", tokens(1, 3), max_tokens=50)
     decoder.step()
+    prefiller.disagg.has_work()  # its loop runs, so it takes jobs
     ring.offer()
     [job] = ring.nodes[1].events
     prefiller.disagg.has_work()

@@ -101,6 +101,7 @@ class PeerProtocol:
             ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self._parted)
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits(config.max_prefill_tokens)
+        self._refusal = ""  # why every job is refused
         self.ttl_s = config.ttl_s
         self._own_jobs = OwnJobs() if config.decides_by_time else None
         self._posted = PostedJobs()
@@ -245,12 +246,22 @@ class PeerProtocol:
     def set_credits(self, jobs: int, queued_tokens: int | None = None, is_paused: bool = False) -> None:
         """The engine could take so many jobs beyond those that it has got from `poll_event`, for which it has so many
         prompt tokens to compute; None: it does not count them. `is_paused`: it computes nothing until the next call
-        without."""
+        without. This ends `refuse_jobs`."""
+        self._refusal = ""
         self._credits.set(jobs, queued_tokens)
         if self.state.set_paused(is_paused):
             self._state_changed()
         if self._new_credit() is not None:
             self.wake()
+
+    @_locked
+    def refuse_jobs(self, reason: str) -> None:
+        """The engine does not poll for now, and nobody is to wait for it: it is paused until `set_credits`. Jobs that
+        it has not polled, and those that are on their way, are given back for this reason."""
+        self.set_credits(0, is_paused=True)
+        self._refusal = reason
+        events, self._events = self._events, collections.deque()
+        self._do(list(events))
 
     @_locked
     def take_job(self, job: m.Job) -> str:
@@ -720,7 +731,9 @@ class PeerProtocol:
     def _do(self, actions: list[Action]) -> None:
         """Sort what a half answered: events for the engine, the rest to be sent."""
         for action in itertools.chain.from_iterable(map(self._posted.divert, actions)):
-            if isinstance(action, EVENTS):
+            if isinstance(action, Prefill) and self._refusal:
+                self._do(self._prefill.failed(self._clock(), action.attempt, self._refusal))
+            elif isinstance(action, EVENTS):
                 self._events.append(action)
                 self._announced = False
             else:

@@ -107,8 +107,8 @@ class PrefillCapacity:
 
 
 class PrefillHandover(ABC):
-    """All jobs that this engine has from peers. Used from the step loop only, except `report_end`. A binding derives
-    from it and says what a request of its engine is (at the end)."""
+    """All jobs that this engine has from peers. Used from the step loop only, except `report_end`. None come before the
+    first `set_credits`. A binding derives from it and says what a request of its engine is (at the end)."""
 
     def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: PrefillCapacity, metrics: PDMetrics,
                  speed: StepSpeed) -> None:
@@ -136,7 +136,6 @@ class PrefillHandover(ABC):
         self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
         self._ranks = capacity.ranks
-        self.set_credits()
 
     @property
     def sending(self) -> bool:
@@ -183,6 +182,11 @@ class PrefillHandover(ABC):
         """The jobs that have had their turn and are not computed yet; those that read their beginning are not among
         them."""
         return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.COMPUTING]
+
+    @property
+    def unsent(self) -> list[Attempt]:
+        """The jobs that are computed, and whose last write goes with the next step."""
+        return [attempt for attempt, job in self._jobs.items() if job.state is JobStage.COMPUTED]
 
     @property
     def reading(self) -> list[Attempt]:
@@ -268,7 +272,7 @@ class PrefillHandover(ABC):
         return sum(job.new_tokens for job in self._jobs.values() if job.state in _NOT_COMPUTED)
 
     def give_back(self, attempts: Iterable[Attempt], reason: str, progress: Progress) -> None:
-        """Give up these jobs, which are `queued`, `reading` or `computing`: their decode engines try another peer."""
+        """Give up these jobs, of which no write is under way: their decode engines try another peer."""
         for attempt in attempts:
             logger.info("job %s is given back: %s", attempt, reason)
             job = self._jobs[attempt]

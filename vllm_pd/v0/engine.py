@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before an empty step
+NO_STEPS = "it runs no steps at present"
 
 
 class Disaggregation(HandoverEngine, EngineBinding):
@@ -70,6 +72,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics,
                                             self.speed)
+            self.protocol.refuse_jobs(NO_STEPS)  # until a loop runs
         if config.is_two_sided:
             self.remote_prefills.send_grants = transfer.execute
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
@@ -174,6 +177,16 @@ class Disaggregation(HandoverEngine, EngineBinding):
             return False
         return self._has_step()
 
+    def has_client_requests(self) -> bool:
+        """Whether this engine's own clients have unfinished requests. Who steps it by itself, as `LLM.generate`, stops
+        where they have none: then the jobs of peers that are not on their way are given back, and none are taken before
+        the next step."""
+        has_some = self.get_num_client_requests() > 0
+        if self.prefill_jobs is not None and not (has_some or self.in_loop):
+            self._give_up_jobs([*self.prefill_jobs.computing, *self.prefill_jobs.unsent], NO_STEPS)
+            self.protocol.refuse_jobs(NO_STEPS)
+        return has_some
+
     def take_progress(self) -> dict[str, Any]:
         """The arguments of the `schedule` that follows. A loop that never sleeps, as that of `LLM`, is slowed down here
         while it only waits for peers."""
@@ -214,6 +227,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         except RuntimeError:
             return  # the first request starts it
         async_engine.start_background_loop()
+        async_engine._background_loop_unshielded.add_done_callback(partial(_loop_ended, self._finalizer))
         self._wakeup.wake()  # for what has arrived before
 
     def poll(self, socket: zmq.Socket, timeout_ms: int) -> int:
@@ -299,6 +313,13 @@ class Disaggregation(HandoverEngine, EngineBinding):
         scheduler = self._scheduler
         return Load(len(scheduler.running) + len(scheduler.swapped) + len(scheduler.remote_prefilling),
                     len(scheduler.waiting), scheduler.block_manager.get_num_free_gpu_blocks())
+
+
+def _loop_ended(close: Callable[[], None], loop: asyncio.Task) -> None:
+    """Leave the peers where the loop has died: there are no steps any more."""
+    if not loop.cancelled():
+        close()
+
 
 def _shut(agent: ControlAgent, transfer: EngineTransfer, wakeup: LoopWakeup) -> None:
     close_engine(agent, transfer)

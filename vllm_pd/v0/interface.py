@@ -82,6 +82,10 @@ class EngineBinding(SchedulerBinding):
         """Unfinished requests of this engine's own clients, parked ones included: all but the jobs of peers."""
 
     @abstractmethod
+    def has_client_requests(self) -> bool:
+        """Whether there are any. Asked by those who step the engine by themselves: if not, no step follows for now."""
+
+    @abstractmethod
     def expects_steps(self) -> bool:
         """Asked at the end of a step: whether more follow. If not, the workers stop waiting for steps."""
 

@@ -74,6 +74,7 @@ class EngineHandover(HandoverEngine):
             self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
                                                  metrics, self.speed)
             self.prefill_jobs.execute = transfer.execute
+            self.prefill_jobs.set_credits()
         self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
                                  scheduler.cache_config.num_gpu_blocks, metrics,
                                  transfer.execute if self.prefill_jobs is None
