@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checking and choosing ports before anything is started, so that a port in use is an error within the first second."""
+"""Checking and choosing ports before anything is started, so that one in use is an error within the first second."""
 
 import itertools
 import os
@@ -31,6 +31,19 @@ def require_free(key: str, host: str, ports: Iterable[int]) -> None:
         if not is_free(host, port):
             raise ConfigError(key, f"{host}:{port}", "that port is in use: stop what listens there, or write another "
                               "one")
+
+
+def require_free_front(address: str, engine_id: str) -> None:
+    """Raises ConfigError where another engine listens at this `ipc://` address: ZeroMQ would take it away from it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(address.removeprefix("ipc://"))
+        except (FileNotFoundError, ConnectionRefusedError):  # what a dead engine has left is no engine
+            return
+        except OSError:  # another user's
+            pass
+    raise ConfigError("engine_id", engine_id, "another engine of this machine has it: leave it out of "
+                      "--kv-transfer-config, or make a KVTransferConfig for each engine")
 
 
 def reserve(key: str, host: str, ports: Iterable[int]) -> list[socket.socket]:

@@ -7,6 +7,7 @@ machines that were restored from one snapshot have the same host id. So the peer
 too.
 """
 import functools
+import multiprocessing
 import os
 import socket
 import uuid
@@ -124,6 +125,12 @@ def this_process() -> Process:
         return Process(pid, start_time(pid) or 0)
     except OSError:
         return Process(pid, 0)
+
+
+def parent_pid() -> int:
+    """The process that has started this one with `multiprocessing`, otherwise this one's parent."""
+    parent = multiprocessing.parent_process()
+    return os.getppid() if parent is None else parent.pid
 
 
 def local_member(role: Role, fingerprint: Fingerprint) -> Member:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
-from vllm_pd.errors import ConfigError
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
 from vllm_pd.heap import freeze_heap
+from vllm_pd.ports import require_free_front
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
@@ -55,16 +54,3 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
     freeze_heap()
     return binding
-
-
-def require_free_front(address: str, engine_id: str) -> None:
-    """Raises ConfigError where another engine listens at this `ipc://` address: ZeroMQ would take it away from it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(address.removeprefix("ipc://"))
-        except (FileNotFoundError, ConnectionRefusedError):  # what a dead engine has left is no engine
-            return
-        except OSError:  # another user's
-            pass
-    raise ConfigError("engine_id", engine_id, "another engine of this machine has it: leave it out of "
-                      "--kv-transfer-config, or make a KVTransferConfig for each engine")

@@ -13,11 +13,11 @@ an engine step (`vllm_pd.transfer.rank`). Life of a rank:
 """
 from __future__ import annotations
 
+import functools
 import itertools
-import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from vllm_pd.checks import stage_layers
 from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.errors import ConfigError
-from vllm_pd.liveness.process import local_member, this_process
+from vllm_pd.liveness.process import local_member, parent_pid, this_process
 from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
@@ -83,10 +83,10 @@ class RankWorker:
         if description.memory is Memory.VRAM:
             import torch
             self._device = CudaDevice(torch.cuda)
-            enter = _enter_device(description.device_id)
+            enter = functools.partial(torch.cuda.set_device, description.device_id)  # UCX goes by the thread's device
         self._steps = ComputedSteps(self._device)
         self._server = RankServer(lambda order: self._attach(order, list(views.values()), description),
-                                  {os.getpid(), _parent_pid()}, enter)
+                                  {os.getpid(), parent_pid()}, enter)
         self._handshake = RankHandshake(msgspec.structs.astuple(this_process()), self._server.address,
                                         msgspec.msgpack.encode(description), engine_name(self._config, views))
 
@@ -168,15 +168,3 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     processes = dict.fromkeys([*member.processes, *(Process(*rank.process) for rank in ranks)])
     return (msgspec.structs.replace(member, processes=tuple(processes)), RanksMetadata(metadata).encode(),
             RemoteEngineTransfer(RankTransfers(connections)))
-
-
-def _parent_pid() -> int:
-    """EngineCore's process, if it has started this one."""
-    parent = multiprocessing.parent_process()
-    return os.getppid() if parent is None else parent.pid
-
-
-def _enter_device(device: int) -> Callable[[], None]:
-    """What a thread calls before it uses the transport: UCX goes by the device of the calling thread."""
-    import torch
-    return lambda: torch.cuda.set_device(device)
