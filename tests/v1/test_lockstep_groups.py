@@ -31,10 +31,13 @@ class LockstepExecutor(StubExecutor):
     def __init__(self, engine, meeting: threading.Barrier) -> None:
         super().__init__(engine)
         self.meeting, self.forwards, self.is_killed = meeting, 0, False
+        self.in_empty_step = lambda: None  # what happens during a step without tokens
 
     def execute_model(self, output, non_block=False):
         if output.total_num_scheduled_tokens:
             self._meet()
+        else:
+            self.in_empty_step()
         return super().execute_model(output, non_block)
 
     def execute_dummy_batch(self):
@@ -209,6 +212,7 @@ class Wires:
     def abort(self, rank: int, request_id: str) -> None:
         loop = self.d.ranks[rank]
         self.aborted.add(request_id)
+        loop.core.aborts_queue.put_nowait([request_id])  # vLLM puts it into both
         loop.core.input_queue.put_nowait((EngineCoreRequestType.ABORT, [request_id]))
 
     def check_d(self) -> None:
@@ -273,6 +277,46 @@ def test_b94_a_parked_prompt_keeps_no_other_rank_waiting(wires, rank):
         wires.until(lambda other=other: other in wires.d.ranks[1 - rank].engine.ended, limit_s=MEET_S)
         wires.until(wires.d.rests, limit_s=MEET_S)
     wires.holds_writes = False
+    wires.check_d()
+
+
+def park_two(wires: Wires, rank: int) -> None:
+    """The prompts "stays" and "leaves" wait at this rank of D, and its group rests."""
+    wires.holds_writes = True
+    for name in ("stays", "leaves"):
+        wires.d.add(rank, name, prompt(150), 3)
+    wires.until(lambda: len(wires.jobs) == 2)
+    wires.until(wires.d.rests, limit_s=MEET_S)
+
+
+@pytest.mark.parametrize("rank, leaves", [(0, "leaves"), (1, "leaves"), (1, "one that V1 has forgotten")])
+def test_b25_b94_a_client_leaves_a_rank_where_another_prompt_is_parked(wires, rank, leaves):
+    """V1 makes each abort twice: the second time within the empty step of the first, where there is nothing to abort.
+    This rank would make a forward pass that the others do not join."""
+    park_two(wires, rank)
+    before = [loop.executor.forwards for loop in wires.d.ranks]
+    wires.abort(rank, leaves)
+    time.sleep(0.1)
+    wires.until(wires.d.rests, limit_s=MEET_S)
+    assert before == [loop.executor.forwards for loop in wires.d.ranks]
+    wires.holds_writes = False
+    wires.check_d()
+
+
+def test_b94_the_kv_comes_during_an_empty_step_of_a_group_that_rests(wires):
+    """V1's loop then makes a dummy forward pass, which the other rank must join."""
+    park_two(wires, 1)
+    executor, has_come = wires.d.ranks[1].executor, threading.Event()
+
+    def deliver() -> None:
+        executor.in_empty_step = lambda: None
+        wires.holds_writes = False
+        wires.until(lambda: not wires.open_jobs(), limit_s=MEET_S)
+        has_come.set()
+
+    executor.in_empty_step = deliver
+    wires.abort(1, "leaves")
+    assert has_come.wait(MEET_S)
     wires.check_d()
 
 

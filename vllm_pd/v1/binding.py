@@ -232,7 +232,8 @@ class EngineHandover(HandoverEngine):
 
     def after_finish(self, finished: list[Request]) -> list[Request]:
         """These requests were aborted. Returns them without our own."""
-        self.changed()
+        if finished:  # V1 makes each abort of a client twice
+            self.changed()
         if self.prefill_jobs is None:
             return finished
         ours = [request for request in finished if self.prefill_jobs.is_internal(request.request_id)]

@@ -57,6 +57,8 @@ class EngineAccess:
         self._woken = threading.Event()
         self._timer: threading.Timer | None = None
         self._due: float | None = None
+        if isinstance(engine, DPEngineCoreProc):
+            engine.execute_dummy_batch = functools.partial(self._run_dummy, engine.execute_dummy_batch)
 
     def wake(self) -> None:
         """Have the engine look for updates: now if it sleeps, else before its next step."""
@@ -123,6 +125,12 @@ class EngineAccess:
         if isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running:
             engine.engines_running = True
             engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
+
+    def _run_dummy(self, run: Callable[[], None]) -> None:
+        """The loop makes a dummy forward pass, after a step without tokens. If an update came during that step, the
+        group may rest: the other ranks must be started, to join the pass."""
+        self.start_wave()
+        run()
 
     def finish_steps(self, needs_step: Callable[[], bool] = lambda: False) -> None:
         """Process the outputs of all steps in flight, and make steps while they are needed. To be called while the

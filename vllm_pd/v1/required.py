@@ -119,6 +119,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCoreProc.shutdown_state", "whether that holds"),
         Required("EngineCore._idle_state_callbacks", "an engine that somebody waits for does not sleep"),
         Required("EngineCore.collective_rpc", "loads the weights anew", takes=("method", )),
+        Required("EngineCore.execute_dummy_batch", "the other ranks are started before it", takes=()),
         Required("EngineCore.preprocess_add_request", "makes a request of our own", takes=("request", )),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),
     ),
