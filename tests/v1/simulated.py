@@ -281,6 +281,9 @@ class FakeAccess:
     def await_input(self):
         """Nothing: a test's engine may always sleep, or is stepped."""
 
+    def end_parked(self):
+        """Nothing: a test's engine is no rank of a group."""
+
     def start_wave(self):
         self.waves += not self.engines_running
         self.engines_running = True

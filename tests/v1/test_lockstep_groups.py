@@ -320,6 +320,20 @@ def test_b94_the_kv_comes_during_an_empty_step_of_a_group_that_rests(wires):
     wires.check_d()
 
 
+def test_b94_b96_a_drain_while_the_group_rests_ends_parked_prompts(wires):
+    """One rank has no requests and leaves its loop at once. Without it the other can make no forward pass."""
+    park_two(wires, 1)
+    before = [loop.executor.forwards for loop in wires.d.ranks]
+    for loop in wires.d.ranks:
+        loop.core.vllm_config.shutdown_timeout = 30
+        loop.stop()
+        loop.take()
+    assert before == [loop.executor.forwards for loop in wires.d.ranks]
+    engine = wires.d.ranks[1].engine
+    assert engine.ended == {"stays": "abort", "leaves": "abort"}
+    assert set(engine.protocol.aborted) == set(wires.jobs) and not engine.scheduler.requests
+
+
 def test_b94_b96_a_request_that_comes_while_the_group_is_paused_starts_no_step(wires):
     """The others would not join it: they heed no start then."""
 

@@ -139,6 +139,7 @@ class EngineHandover(HandoverEngine):
 
     def look(self) -> None:
         """Apply what is new, if the engine was woken for something or a job may have its turn."""
+        self._access.end_parked()
         if self._access.take_wake() or (self._has_jobs() and self.prefill_jobs.queued):
             self._apply_updates()
             self._metrics_stale = True

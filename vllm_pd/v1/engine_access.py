@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdownState
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -122,9 +123,22 @@ class EngineAccess:
         """A step is about to run that the other ranks of a lockstep group do not know of, or one that they have begun
         is to be joined: start a wave, as the engine does for a late request. No effect in any other engine."""
         engine: Any = self._engine
-        if isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running:
+        if self._group_rests:
             engine.engines_running = True
             engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
+
+    def end_parked(self) -> None:
+        """If this rank shuts down while its lockstep group rests, abort what waits for KV, and answer the clients. The
+        other ranks may have ended: they do so once they have no requests. Without them no forward pass is possible."""
+        engine = self._engine
+        if not engine.is_running() and self._group_rests:
+            parked = [request.request_id for request in engine.scheduler.kv_holding_waiting]
+            engine._send_abort_outputs(engine.scheduler.finish_requests(parked, RequestStatus.FINISHED_ABORTED))
+
+    @property
+    def _group_rests(self) -> bool:
+        engine = self._engine
+        return isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running
 
     def _run_dummy(self, run: Callable[[], None]) -> None:
         """The loop makes a dummy forward pass, after a step without tokens. If an update came during that step, the

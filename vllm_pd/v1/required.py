@@ -120,6 +120,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCore._idle_state_callbacks", "an engine that somebody waits for does not sleep"),
         Required("EngineCore.collective_rpc", "loads the weights anew", takes=("method", )),
         Required("EngineCore.execute_dummy_batch", "the other ranks are started before it", takes=()),
+        Required("EngineCoreProc._send_abort_outputs", "answers clients at the end", takes=("aborted_reqs", )),
         Required("EngineCore.preprocess_add_request", "makes a request of our own", takes=("request", )),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),
     ),
