@@ -310,6 +310,16 @@ def test_b72_a_cpu_that_reorders_loads_uses_the_network(monkeypatch, cpu, backen
     assert [type(member) for member in met(lambda rank, mine: mine)] == [backend, backend]
 
 
+@pytest.mark.parametrize("missing", ["os.pidfd_open", "vllm_pd.dp.group.host_id"])
+def test_b72_a_rank_that_cannot_watch_processes_uses_the_network(monkeypatch, missing):
+    """Some builds of Python lack the call. In some sandboxes the id of the boot can't be read."""
+    if missing == "os.pidfd_open":
+        monkeypatch.delattr(missing)
+    else:
+        monkeypatch.setattr(missing, lambda: "")
+    assert [type(member) for member in met(lambda rank, mine: mine)] == [RpcMember, RpcMember]
+
+
 def test_calls_go_on_however_many_there_were():
     """The shared page has no room for all of a call's number."""
     folder = SharedPage.create(2)

@@ -16,6 +16,7 @@ from vllm_pd.dp.member import end_process, log
 from vllm_pd.dp.rpc import RpcMember
 from vllm_pd.dp.shm import SharedPage, ShmMember, open_pidfds
 from vllm_pd.errors import ConfigError
+from vllm_pd.liveness.process import host_id
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,7 +101,7 @@ def _share(rank: int, size: int, exchange: Exchange, settings: SyncSettings, wak
     folder = _folder(size) if rank == 0 and wanted else ""
     page, pidfds = None, {}
     try:
-        machine = _machine() if wanted else f"network only {rank}"
+        machine = (host_id() if wanted else "") or f"network only {rank}"
         offers = _gather(exchange, _RankOffer(settings, machine, os.getpid(), folder))
         for peer, offer in enumerate(offers):
             _require_equal(settings, offer.settings, peer)
@@ -152,12 +153,6 @@ def _gather(exchange: Exchange, mine: _Message) -> list[_Message]:
         return [msgspec.msgpack.decode(theirs, type=type(mine)) for theirs in exchange(packed)]
     except msgspec.MsgspecError as error:
         raise GroupFailed(f"can't read a rank's message: {error}; run the same version on all ranks") from error
-
-
-def _machine() -> str:
-    """A string that is equal for processes that can watch each other: same boot, same process id namespace."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _folder(size: int) -> str:

@@ -323,6 +323,8 @@ def _registers(known: CallRegisters, ready: list[int], proposed: int, released: 
 def open_pidfds(pids: list[int], rank: int) -> dict[int, int]:
     """Open pidfds of the other ranks' processes. Returns them by rank; the caller owns them. `pids` has one entry per
     rank. Raises OSError if a process can't be watched."""
+    if not hasattr(os, "pidfd_open"):
+        raise OSError("this build of Python has no os.pidfd_open")
     pidfds: dict[int, int] = {}
     try:
         for peer, pid in enumerate(pids):
