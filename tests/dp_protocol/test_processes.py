@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of real processes, over both backends: requests anywhere (B70, B71), late ranks (B72), deaths (B73), rest."""
+import ctypes
+import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from types import SimpleNamespace
@@ -10,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from tests.dp_protocol.rank_process import CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
+from tests.dp_protocol.rank_process import BOUND_S, CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
 from vllm_pd.dp import shm
+from vllm_pd.dp.engine import EngineSync, ends_at_signals
 
 STALL_S = 2.0
 
@@ -269,6 +273,44 @@ def test_a_quiet_group_does_not_run(make):
         if max(switches) <= 6 * polls:
             return
     raise AssertionError(f"something polls: {switches}")
+
+
+def join_alone(waits) -> None:
+    """As a rank whose partner never starts: its rendezvous waits in C, where Python runs no signal handler."""
+    def rendezvous() -> None:
+        mutex = ctypes.create_string_buffer(256)  # of pthread, not locked
+        waits.set()
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit())  # as upstream's engine processes
+    parallel = SimpleNamespace(stateless_init_dp_group=rendezvous, data_parallel_external_lb=False)
+    sync = EngineSync.__new__(EngineSync)
+    sync._engine = SimpleNamespace(publish_dp_lb_stats=False)
+    sync.join(SimpleNamespace(parallel_config=parallel, kv_transfer_config=None, additional_config=None,
+                              scheduler_config=SimpleNamespace(max_num_batched_tokens=1)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_b73_a_rank_whose_partner_never_starts_ends_at_a_signal(number):
+    fork = multiprocessing.get_context("fork")
+    waits = fork.Event()
+    rank = fork.Process(target=join_alone, args=(waits, ), daemon=True)
+    rank.start()
+    assert waits.wait(BOUND_S)
+    os.kill(rank.pid, number)
+    rank.join(5)
+    rank.kill()
+    rank.join()
+    assert rank.exitcode == -number
+
+
+def test_handlers_are_back_after_the_rendezvous():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with ends_at_signals():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_nothing_is_left_behind_in_memory(make, shared, tmp_path, monkeypatch):

@@ -79,6 +79,23 @@ def settings_of(additional_config: object) -> DpSyncOptions:
     return settings
 
 
+@contextlib.contextmanager
+def ends_at_signals() -> Iterator[None]:
+    """In this block SIGINT and SIGTERM end the process at once. Where it waits in C++ for ranks that may never start,
+    Python's handlers run only after the wait. Has no effect outside of the main thread."""
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: handler for number in (signal.SIGINT, signal.SIGTERM)
+                    if callable(handler := signal.getsignal(number))}
+    for number in handlers:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def most_steps(scheduler: Scheduler, budget_tokens: int) -> int:
     """The most forward passes that this rank's requests may still need, including the one just scheduled.
     `budget_tokens`: the most tokens of one forward pass."""
@@ -121,7 +138,8 @@ class EngineSync:
         settings = settings_of(config.additional_config)
         one_front_end = self._engine.publish_dp_lb_stats
         sync_settings = settings.sync_settings(one_front_end, not online, self.lockstep)
-        self._engine.dp_group = parallel.stateless_init_dp_group()
+        with ends_at_signals():
+            self._engine.dp_group = parallel.stateless_init_dp_group()
         self._linger_s = sync_settings.stall_s
         self._member = dp.join(
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
