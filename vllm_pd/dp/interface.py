@@ -66,7 +66,7 @@ class SyncSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # The group fails if for so long no rank ends a forward although there are steps to run, or the engine loop of a
     # rank does not come back although a call waits for it.
     stall_s: float = 300.0
-    join_s: float = 120.0  # all ranks must have joined by then
+    join_s: float = 120.0  # over the network: all ranks must reach the coordinator so soon after the exchanges
     grace_s: float = 5.0  # after a failure the engine loop must call the member by then, or `abort` is called
     # A call for all ranks fails if some rank has not received it for so long. 0: each rank makes it at once, alone.
     call_wait_s: float | None = None  # None: depends on the front ends, see vllm_pd.dp.engine

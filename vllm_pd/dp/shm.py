@@ -70,7 +70,8 @@ _FAILURE_TEXTS = {
 
 class SharedPage:
     """The shared files: `slots`, and the FIFOs `wakeup.0`, `wakeup.1`... Rank 0 creates them in a folder of its own and
-    removes them when all ranks have opened them. So nothing is left behind, however the processes end.
+    removes them when all ranks have opened them. From then on nothing is left behind, however the processes end. If
+    rank 0 is killed before, some kilobytes are left.
 
     `slots` holds a uint64 array [size, _SLOT_WORDS]; see `_Word` for the columns.
     """
