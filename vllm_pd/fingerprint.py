@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.weights import SUFFIXES, digest_weights, weight_files
+from vllm_pd.weights import SUFFIXES, digest_code, digest_weights, state_of_weights, weight_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -37,6 +37,22 @@ def model_digest(config: VllmConfig) -> str:
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(_weights(model, _load_format(config)))
     return f"{model.architecture}:{digest.hexdigest()[:16]}"
+
+
+def weights_state(config: VllmConfig) -> str:
+    """What the KV store has to know of the weights beside `model_digest`, which reads only a part of each tensor: a
+    folder's weights may be replaced between two lives of an engine, and the store outlives both.
+
+    Of a local folder or file this is a digest of the name, size and time of the last change of each weight and index
+    file, and of the content of the folder's Python files. A copy has the same one only if the times were preserved. It
+    is empty for a hub's model, whose commit is in `model_digest`, and does not depend on weight files that are not read
+    (dummy weights). Raises OSError for a file that can't be read.
+    """
+    path = Path(config.model_config.model)
+    if not path.exists():
+        return ""
+    files = [] if _load_format(config) == "dummy" else state_of_weights(path)
+    return hashlib.sha256(json.dumps([files, digest_code(path)]).encode()).hexdigest()
 
 
 def _chosen_at_start(config: VllmConfig) -> list[dict[str, Any]]:

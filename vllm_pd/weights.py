@@ -34,6 +34,7 @@ READERS = 16  # threads: disks, and even more network file systems, serve severa
 BATCH = 4096
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 INDEX_SUFFIX = ".index.json"  # such a file may select some of the weight files
+CODE_SUFFIX = ".py"
 _HEADER_MAX_BYTES = 100_000_000  # the limit of the safetensors format
 
 
@@ -57,6 +58,22 @@ def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 def index_files(path: Path) -> list[Path]:
     """The index files of a folder, which may select some of its weight files. None for the path of a file."""
     return [] if path.is_file() else _files(path, (INDEX_SUFFIX,))
+
+
+def state_of_weights(path: Path) -> list[tuple[str, int, int]]:
+    """(name, size in bytes, time of the last change in ns since 1970) of each weight and index file, links followed."""
+    files = [(file.name, file.stat()) for file in (*weight_files(path), *index_files(path))]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in files]
+
+
+def digest_code(path: Path) -> str:
+    """The SHA-256 digest, in hex, of a folder's Python files: a model may bring its own code. For the path of a file,
+    that of no files."""
+    digest = hashlib.sha256()
+    for file in [] if path.is_file() else _files(path, (CODE_SUFFIX,)):
+        content = file.read_bytes()
+        digest.update(f"{file.name}\0{len(content)}\0".encode() + content)
+    return digest.hexdigest()
 
 
 def digest_weights(path: Path) -> bytes:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """B42: a digest of weights in which every tensor counts, in each format, wherever the checkpoint lies."""
 import json
+import os
 import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -12,6 +14,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from vllm_pd import weights
+from vllm_pd.fingerprint import weights_state
+from vllm_pd.store.worker import model_of
 from vllm_pd.weights import OPAQUE_EVERY_BYTES, PIECE_BYTES, Stretch, digest_weights, weight_files
 
 LAYERS = 6
@@ -191,3 +195,43 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     stretches = weights._safetensors(file)[1:]
     data = file.read_bytes()
     assert {data[s.start:s.start + s.size] for s in stretches} == {v.tobytes() for v in load_file(file).values()}
+
+
+def stored_as(model: Path | str, load_format: str = "auto") -> bytes:
+    """The name of this model in the KV store, for engines that are otherwise equal."""
+    return model_of("an engine", 0, "0.32.0", weights_state(SimpleNamespace(
+        model_config=SimpleNamespace(model=str(model)), load_config=SimpleNamespace(load_format=load_format))))
+
+
+def test_b104_other_weights_of_equal_size_have_another_name_in_the_store(tmp_path, write):
+    """B104: also where they differ only in bytes that the digest does not read."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    file = write(folder, {"embed": np.zeros((1000, 64), np.float32)})
+    os.utime(file, (1, 1))
+    before, digest = stored_as(folder), digest_weights(folder)
+    copy = shutil.copytree(folder, tmp_path / "copy")  # with the times
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / file.name).symlink_to(file)  # as a hub's cache has them
+    assert before == stored_as(copy) == stored_as(tmp_path / "links")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert digest_weights(folder) == digest
+    assert before != stored_as(folder) == stored_as(tmp_path / "links")
+
+
+def test_b104_all_that_decides_about_the_weights_is_in_the_name(tmp_path):
+    """B104: index files, a model's own code, the files that are read; for a hub's model its commit does."""
+    file = write_safetensors(tmp_path, tensors())
+    names = [stored_as(tmp_path), stored_as(tmp_path, "dummy")]
+    for path, content in (("a.index.json", "{}"), ("modeling.py", "a = 1"), ("modeling.py", "a = 2")):
+        (tmp_path / path).write_text(content)
+        names.append(stored_as(tmp_path))
+    names.append(stored_as(tmp_path, "dummy"))
+    assert len(set(names)) == len(names)
+    os.utime(tmp_path / "modeling.py", (1, 1))
+    assert stored_as(tmp_path) == names[-2]
+    os.utime(file, (1, 1))
+    assert stored_as(tmp_path, "dummy") == names[-1] and stored_as(tmp_path) not in names
+    assert stored_as("some/model") == model_of("an engine", 0, "0.32.0")

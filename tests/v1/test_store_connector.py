@@ -248,6 +248,14 @@ def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
     assert is_stored(worker, 1) and not is_stored(worker, 3)
 
 
+def test_b104_an_engine_with_other_weights_has_other_blocks(make, monkeypatch):
+    """B104: of the same sizes, in the same folder, where the fingerprint may be the same."""
+    first = make(KVConnectorRole.WORKER).get_handshake_metadata()
+    assert make(KVConnectorRole.WORKER).get_handshake_metadata() == first
+    monkeypatch.setattr("vllm_pd.store.connector.weights_state", lambda config: "other")
+    assert make(KVConnectorRole.WORKER).get_handshake_metadata().model != first.model
+
+
 @pytest.mark.parametrize("name", WEIGHT_CALLS)
 def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker, name):
     """B104: `collective_rpc("reload_weights")`. The digest is of the old ones: this engine uses the store no more."""

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.fingerprint import weights_state
 from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.layers import check_stored_groups
 from vllm_pd.store.plan import LATE_BYTES, NamedBlock, StorePlan
@@ -197,7 +198,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         description = describe_views(list(views.values()), num_blocks=self._config.cache_config.num_gpu_blocks,
                                      block_size=self._block_size)
         ours = fingerprint(self._config, description, engine_name(self._config, views))
-        model = model_of(ours, self._config.parallel_config.rank, vllm.__version__)
+        model = model_of(ours, self._config.parallel_config.rank, vllm.__version__, weights_state(self._config))
         self._worker = StoreWorker(self._settings, model, block_parts(list(views.values())), list(views))
         self._handshake = StoreHandshake(model, self._worker.slot_bytes)
         stop_before_reload(self._worker)
