@@ -415,10 +415,21 @@ def test_files_that_can_not_be_written_are_counted(memory: Path, tmp_path: Path)
     store.put(key_of(1), [content_of(1)])
     assert store.flush(60) and store.counts["error"] == 1 and is_right(store, 1)
     files.unlink()
-    files.mkdir()
-    (files / "looking").touch()
     store.put(key_of(2), [content_of(2)])
     assert store.flush(60) and store.counts["written"] == 1
+    store.close()
+
+
+def test_a_file_folder_that_is_emptied_is_used_again(memory: Path, tmp_path: Path):
+    """Under a running engine, as to free the disk. The bound is kept as before."""
+    store = store_of(memory, tmp_path, file_blocks=32)
+    for number in range(60):
+        if number % 20 == 10:
+            shutil.rmtree(tmp_path / FOLDER)
+        store.put(key_of(number), [content_of(0)])
+        assert store.flush(60)
+    assert store.counts["written"] == 60 and not store.counts["error"] and store.files.contains(key_of(59))
+    assert sum(file.size for file in store.files.files()) <= 32 * (BLOCK + HEADER_BYTES)
     store.close()
 
 

@@ -200,7 +200,8 @@ class FileTier:
 
     def _make_room(self) -> bool:
         """Remove files until there is room for two shares. Returns False if another process is at it."""
-        fd = os.open(self.folder / "looking", os.O_RDWR | os.O_CLOEXEC)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have emptied the user's folder
+        fd = os.open(self.folder / "looking", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for file in choose_removals(self.files(), self._limit_bytes - 2 * (self._limit_bytes // SHARE),
