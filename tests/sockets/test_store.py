@@ -205,6 +205,22 @@ def test_an_arena_that_does_not_fit_is_refused(memory: Path):
     assert list(memory.iterdir()) == []
 
 
+def test_b104_a_folder_on_a_disk_is_refused():
+    """B104: nothing waits for a disk. Of a machine's folders /proc is sure to be on no tmpfs."""
+    with pytest.raises(ConfigError, match=r"folder='/proc' can't be used: it is on proc: .* tmpfs.*--shm-size"):
+        BlockArena("/proc", BLOCK, CAPACITY)
+
+
+def test_where_proc_can_not_be_read_a_folder_is_taken_for_memory(memory: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(*arguments, **keywords):
+        raise PermissionError
+
+    assert arena_module.file_system_of(memory) == "tmpfs"
+    monkeypatch.setattr(Path, "read_text", fails)
+    assert arena_module.file_system_of(memory) is None
+    BlockArena(memory, BLOCK, CAPACITY).close()
+
+
 def test_two_engines_that_start_together_make_one_arena(memory: Path, monkeypatch: pytest.MonkeyPatch):
     """With memory for one only. The second waits for it, which must not be for ever."""
     created, create, free = [], arena_module._create, arena_module.ArenaShape.fitting(BLOCK, CAPACITY).file_bytes

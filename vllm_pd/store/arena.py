@@ -15,6 +15,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import struct
 import threading
 import time
@@ -426,6 +427,11 @@ def _map_file(fd: int, size: int) -> mmap.mmap:
 def _open_or_create(path: Path, shape: ArenaShape) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kind = file_system_of(path.parent)
+        if kind not in (None, "tmpfs"):
+            raise ConfigError("folder", str(path.parent), f"it is on {kind}: choose a folder on a tmpfs, like "
+                              f"{DEFAULT_FOLDER}, because engines would wait for a disk. In a container, give /dev/shm "
+                              "enough memory (--shm-size)")
         with contextlib.suppress(FileNotFoundError):
             return _open(path, shape)
         with _only_maker(path.parent):
@@ -437,6 +443,20 @@ def _open_or_create(path: Path, shape: ArenaShape) -> int:
         raise ConfigError("folder", str(path.parent), f"{error.strerror}: it must be a folder of this user on a tmpfs, "
                           f"like {DEFAULT_FOLDER}, with {shape.file_bytes / 2**30:.2f} GiB free, there and in memory"
                           ) from error
+
+
+def file_system_of(folder: Path) -> str | None:
+    """The type of the file system that a folder is on, as the kernel names it. None where /proc does not say."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mount = re.search(r"^mnt_id:\s*(\d+)$", Path(f"/proc/self/fdinfo/{fd}").read_text(), re.MULTILINE)
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace")
+        line = mount and re.search(rf"^{mount[1]} .*? - (\S+)", mounts, re.MULTILINE)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return line[1] if line else None
 
 
 @contextlib.contextmanager
