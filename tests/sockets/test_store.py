@@ -193,9 +193,9 @@ time.sleep(600)
 
 
 def test_an_arena_of_another_size_is_refused(arena: BlockArena, memory: Path):
-    with pytest.raises(ConfigError, match=r"memory_gib=.* can't be used: .*/arena-100000 is there with 0.00. GiB: "
+    with pytest.raises(ConfigError, match=r"memory_gib=0.3 can't be used: .*/arena-100000 is there with 0.00. GiB: "
                                           "give all engines the same"):
-        BlockArena(memory, BLOCK, 2 * CAPACITY)
+        BlockArena(memory, BLOCK, StoreSettings(memory_gib=0.3).memory_bytes)
 
 
 def test_an_arena_that_does_not_fit_is_refused(memory: Path):

@@ -87,8 +87,8 @@ class ArenaShape(NamedTuple):
         """The shape with the most slots in `capacity_bytes`, whole sets only. Raises ConfigError if none fits."""
         slots = (capacity_bytes - 2 * PAGE) // (HEADER_BYTES + _pages(slot_bytes))
         if slots < 1:
-            raise ConfigError("memory_gib", round(capacity_bytes / 2**30, 6), f"a block has {slot_bytes} bytes, and "
-                              "not one fits: give more")
+            raise ConfigError("memory_gib", _gib(capacity_bytes), f"a block has {slot_bytes} bytes, and not one fits: "
+                              "give more")
         ways = SetGeometry.of(slots).ways
         return cls(slot_bytes, slots // ways * ways)
 
@@ -120,6 +120,11 @@ class ArenaShape(NamedTuple):
         return _SUPER.pack(_MAGIC, _VERSION, self.slot_bytes, self.slots, self.geometry.ways)
 
 
+def _gib(size: int) -> float:
+    """As a user writes it."""
+    return round(size / 2**30, 6)
+
+
 def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
@@ -135,7 +140,7 @@ class BlockArena:
         Raises ConfigError where that can't be, or where there is one with another capacity."""
         self.shape = ArenaShape.fitting(slot_bytes, capacity_bytes)
         self.path = Path(folder) / f"arena-{slot_bytes}"
-        fd = _open_or_create(self.path, self.shape)
+        fd = _open_or_create(self.path, self.shape, capacity_bytes)
         try:
             self._map = _map_file(fd, self.shape.file_bytes)
             # Another file description for the locks: they last as long as it, and a map that a forked child inherits
@@ -424,7 +429,7 @@ def _map_file(fd: int, size: int) -> mmap.mmap:
     return mapped
 
 
-def _open_or_create(path: Path, shape: ArenaShape) -> int:
+def _open_or_create(path: Path, shape: ArenaShape, capacity_bytes: int) -> int:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         kind = file_system_of(path.parent)
@@ -433,12 +438,12 @@ def _open_or_create(path: Path, shape: ArenaShape) -> int:
                               f"{DEFAULT_FOLDER}, because engines would wait for a disk. In a container, give /dev/shm "
                               "enough memory (--shm-size)")
         with contextlib.suppress(FileNotFoundError):
-            return _open(path, shape)
+            return _open(path, shape, capacity_bytes)
         with _only_maker(path.parent):
             with contextlib.suppress(FileNotFoundError):  # another has made it meanwhile
-                return _open(path, shape)
+                return _open(path, shape, capacity_bytes)
             _create(path, shape)
-            return _open(path, shape)
+            return _open(path, shape, capacity_bytes)
     except OSError as error:
         raise ConfigError("folder", str(path.parent), f"{error.strerror}: it must be a folder of this user on a tmpfs, "
                           f"like {DEFAULT_FOLDER}, with {shape.file_bytes / 2**30:.2f} GiB free, there and in memory"
@@ -480,7 +485,7 @@ def _only_maker(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _open(path: Path, shape: ArenaShape) -> int:
+def _open(path: Path, shape: ArenaShape, capacity_bytes: int) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)
@@ -488,9 +493,8 @@ def _open(path: Path, shape: ArenaShape) -> int:
             raise ConfigError("folder", str(path.parent), f"{path} belongs to another user, who could put anything "
                               "into it: choose another folder")
         if status.st_size != shape.file_bytes or os.pread(fd, _SUPER.size, 0) != shape.encode():
-            raise ConfigError("memory_gib", round(shape.file_bytes / 2**30, 3), f"{path} is there with "
-                              f"{status.st_size / 2**30:.3f} GiB: give all engines the same, or end those that use it "
-                              "and remove it")
+            raise ConfigError("memory_gib", _gib(capacity_bytes), f"{path} is there with {status.st_size / 2**30:.3f} "
+                              "GiB: give all engines the same, or end those that use it and remove it")
     except BaseException:
         os.close(fd)
         raise

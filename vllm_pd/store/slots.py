@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from vllm_pd.store.blocks import BlockHeader, BlockKey, recency, seal_of
 
-WAYS = 64  # slots in a set: fewer are full while others are not, more take longer to look through
+WAYS = 64  # slots in a set, at least: fewer are full while others are not, more take longer to look through
 
 
 class SetGeometry(NamedTuple):
@@ -38,8 +38,8 @@ class SetGeometry(NamedTuple):
 
     @classmethod
     def of(cls, slots: int) -> SetGeometry:
-        """For an arena of this many slots, at least one."""
-        return cls(slots, min(slots, WAYS))
+        """For an arena of this many slots, at least one. No set has 2 * WAYS."""
+        return cls(slots, slots // max(1, slots // WAYS))
 
     def candidates(self, key: BlockKey) -> range:
         """The slots that this block may be in."""
