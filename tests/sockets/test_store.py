@@ -221,6 +221,34 @@ def test_where_proc_can_not_be_read_a_folder_is_taken_for_memory(memory: Path, m
     BlockArena(memory, BLOCK, CAPACITY).close()
 
 
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "there"])
+def test_b104_b80_a_system_without_locks_of_file_descriptions_is_refused(memory: Path, is_there: bool,
+                                                                         monkeypatch: pytest.MonkeyPatch):
+    """B104, B80: or no block would ever be stored, without a word. A lock that another process has is no such error."""
+    if is_there:
+        BlockArena(memory, BLOCK, CAPACITY).close()
+    lock = "F_OFD_SETLK"
+
+    def fails_with(code: int) -> Callable:
+        def fails(*arguments: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return fails
+
+    for code in (errno.EINVAL, errno.ENOLCK, errno.EPERM):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=rf"folder=.* locked \(.Errno.*{lock}"):
+            patch.setattr(arena_module.fcntl, "fcntl", fails_with(code))
+            BlockArena(memory, BLOCK, CAPACITY)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=rf"folder=.* locked \(module.*{lock}"):
+        patch.delattr(arena_module.fcntl, lock)
+        BlockArena(memory, BLOCK, CAPACITY)
+    assert len(list(memory.iterdir())) == is_there
+    for code in (errno.EAGAIN, errno.EACCES):
+        with monkeypatch.context() as patch:
+            patch.setattr(arena_module.fcntl, "fcntl", fails_with(code))
+            BlockArena(memory, BLOCK, CAPACITY).close()
+
+
 def test_two_engines_that_start_together_make_one_arena(memory: Path, monkeypatch: pytest.MonkeyPatch):
     """With memory for one only. The second waits for it, which must not be for ever."""
     created, create, free = [], arena_module._create, arena_module.ArenaShape.fitting(BLOCK, CAPACITY).file_bytes

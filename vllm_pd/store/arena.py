@@ -381,10 +381,26 @@ class _SlotLocks:
 
     def _ask(self, slot: int, kind: int) -> bool:
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+            _set_lock(self._fd, slot, kind)
         except OSError:  # someone else has it, or the kernel has no room for locks
             return False
         return True
+
+
+def _set_lock(fd: int, byte: int, kind: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+
+
+def _check_locks(fd: int, path: Path, byte: int) -> None:
+    """Raises ConfigError where the system has no such locks: each slot would seem to be another process's for ever.
+    `byte`: of no slot."""
+    try:
+        _set_lock(fd, byte, fcntl.F_WRLCK)
+        _set_lock(fd, byte, fcntl.F_UNLCK)
+    except (AttributeError, OSError) as error:
+        if getattr(error, "errno", None) not in (errno.EAGAIN, errno.EACCES):  # another process is at the same
+            raise ConfigError("folder", str(path.parent), f"files there can't be locked ({error}): use a Python and a "
+                              "kernel, or a container runtime, with F_OFD_SETLK") from error
 
 
 def _as_bytes(part: Buffer) -> np.ndarray:
@@ -495,6 +511,7 @@ def _open(path: Path, shape: ArenaShape, capacity_bytes: int) -> int:
         if status.st_size != shape.file_bytes or os.pread(fd, _SUPER.size, 0) != shape.encode():
             raise ConfigError("memory_gib", _gib(capacity_bytes), f"{path} is there with {status.st_size / 2**30:.3f} "
                               "GiB: give all engines the same, or end those that use it and remove it")
+        _check_locks(fd, path, shape.slots)
     except BaseException:
         os.close(fd)
         raise
@@ -524,6 +541,7 @@ def _create(path: Path, shape: ArenaShape) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # before memory is taken from everybody
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
+        _check_locks(fd, path, shape.slots)  # before memory is taken
         os.ftruncate(fd, shape.file_bytes)
         with contextlib.suppress(OSError), _map_file(fd, shape.file_bytes) as whole:
             whole.madvise(_POPULATE_WRITE)  # in large pages, where the system has them
