@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
 from vllm_pd.store.files import FOLDER, SHARE, FileTier
 from vllm_pd.store.slots import PutResult
 from vllm_pd.store.store import BlockStore
+from vllm_pd.store.view import StoreView
 from vllm_pd.store_settings import StoreSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -203,6 +205,22 @@ def test_an_arena_that_does_not_fit_is_refused(memory: Path):
     with pytest.raises(ConfigError, match="folder=.* can't be used: .*with .* GiB free"):
         BlockArena(memory, BLOCK, 1 << 44)
     assert list(memory.iterdir()) == []
+
+
+def test_arenas_that_are_left_of_blocks_of_other_sizes_are_named(memory: Path, caplog: pytest.LogCaptureFixture):
+    """They keep their memory: when there is too little, and in one line at the start of an engine."""
+    settings, models = StoreSettings(str(memory), CAPACITY / 2**30), [b"m" * 16]
+    with caplog.at_level(logging.INFO):
+        StoreView(settings, BLOCK, models).close()
+        assert not caplog.records
+        BlockArena(memory, 2 * BLOCK, 2 * CAPACITY).close()
+        StoreView(settings, BLOCK, models).close()
+    assert [record.message for record in caplog.records] == [
+        f"store: {memory} also has arenas for blocks of other sizes, which keep their memory until they are removed: "
+        "arena-200000 (0.008 GiB)"]
+    with pytest.raises(ConfigError, match=r"No space.* GiB free, there and in memory. Remove what no engine uses: "
+                                          r"arena-100000 \(0.004 GiB\), arena-200000 \(0.008 GiB\)$"):
+        BlockArena(memory, 3 * BLOCK, 1 << 44)
 
 
 def test_b104_a_folder_on_a_disk_is_refused():

@@ -461,9 +461,20 @@ def _open_or_create(path: Path, shape: ArenaShape, capacity_bytes: int) -> int:
             _create(path, shape)
             return _open(path, shape, capacity_bytes)
     except OSError as error:
+        others = other_arenas(path) if error.errno == errno.ENOSPC else ""
         raise ConfigError("folder", str(path.parent), f"{error.strerror}: it must be a folder of this user on a tmpfs, "
                           f"like {DEFAULT_FOLDER}, with {shape.file_bytes / 2**30:.2f} GiB free, there and in memory"
-                          ) from error
+                          + (f". Remove what no engine uses: {others}" if others else "")) from error
+
+
+def other_arenas(path: Path) -> str:
+    """The arenas beside this one, each with its memory: for blocks of other sizes. Empty if there are none."""
+    found = []
+    for other in sorted(path.parent.glob("arena-*")):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if other != path:
+                found.append(f"{other.name} ({other.lstat().st_size / 2**30:.3f} GiB)")
+    return ", ".join(found)
 
 
 def file_system_of(folder: Path) -> str | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_pd.store.arena import BlockArena
+from vllm_pd.store.arena import BlockArena, other_arenas
 from vllm_pd.store.files import BLOCK_FORM, SET_FORM, FileTier, named_entries
 from vllm_pd.store_settings import StoreSettings
 
@@ -39,6 +39,9 @@ class StoreView:
             tier = FileTier(settings.file_folder, settings.file_bytes, slot_bytes)
             self._files = {model: FileNames(tier.folder / model.hex()) for model in models}
         self._arena = BlockArena(settings.folder, slot_bytes, settings.memory_bytes)
+        if others := other_arenas(self._arena.path):
+            logger.info("store: %s also has arenas for blocks of other sizes, which keep their memory until they are "
+                        "removed: %s", settings.folder, others)
         for files in self._files.values():
             files.start()
 
