@@ -202,7 +202,7 @@ def test_b104_a_load_that_fails_is_not_tried_again(make, worker):
     request = request_named("a", 1)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (TOKENS, True)
-    scheduler.update_connector_output(SimpleNamespace(failed_recving={"a"}, finished_recving={"a"}))
+    scheduler.update_connector_output(KVConnectorOutput(failed_recving={"a"}, finished_recving={"a"}))
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
@@ -236,7 +236,7 @@ def test_b104_a_load_ends_after_the_cache_was_reset(make, worker):
     assert scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=1)) == StoreStep(1, True)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
     assert scheduler.reset_cache()
-    scheduler.update_connector_output(SimpleNamespace(failed_recving={"a"}, finished_recving={"a"}))
+    scheduler.update_connector_output(KVConnectorOutput(failed_recving={"a"}, finished_recving={"a"}))
     step = scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
     assert step == StoreStep(2, stops=True)
     compute(1, 1)
@@ -267,6 +267,25 @@ def test_b104_weights_that_are_loaded_anew_are_another_models(make, worker, name
     worker.bind_connector_metadata(StoreStep(3))
     worker._worker.begin_loads({"a": [NamedBlock(*block_named(1))]})
     assert not end_of_load(worker)
+
+
+def test_b104_where_a_rank_uses_the_store_no_more_no_load_is_offered(make, worker):
+    """B104: each would begin and fail. The rank says so until EngineCore does."""
+    scheduler, request = make(KVConnectorRole.SCHEDULER), request_named("a", 1)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    scheduler.on_new_request(request)
+    outputs = [compute(1, 1), KVConnectorOutput()]
+    Worker.reload_weights(object(), "path")
+    outputs += [compute(2, 2), compute(3, 3)]
+    gather = KVOutputAggregator(2)
+    for pair, offered in ((outputs[:2], (TOKENS, True)), (outputs[1:3], (0, False)), (outputs[2:], (0, False))):
+        both = gather.aggregate([ModelRunnerOutput([], {}, kv_connector_output=one) for one in pair])
+        scheduler.update_connector_output(both.kv_connector_output)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == offered
+    step = scheduler.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    assert step.stops
+    worker.bind_connector_metadata(step)
+    assert worker.build_connector_worker_meta() is None
 
 
 def request_named(name: str = "a", *blocks: int) -> SimpleNamespace:

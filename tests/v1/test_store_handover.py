@@ -579,6 +579,16 @@ def test_b104_b96_an_engine_with_other_weights_uses_the_store_no_more(make, ok):
     assert engine.loads == ["a"] and not engine.protocol.jobs
 
 
+def test_b104_an_engine_of_which_a_rank_uses_the_store_no_more_loads_nothing(make):
+    engine, asked = make(threshold=1000), prompt(100)
+    put(asked, 5)
+    engine.scheduler.connector.update_connector_output(KVConnectorOutput(
+        kv_connector_worker_meta=with_peers.LoadReport(Counter(), set(), True)))
+    engine.add("a", asked)
+    engine.end()
+    assert not engine.loads and engine.cached["a"] == 0
+
+
 def test_b104_b32_those_whose_loads_end_together_go_on_in_their_order(make):
     engine = make(threshold=1000, max_num_seqs=1)
     engine.holds_loads = True

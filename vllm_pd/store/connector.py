@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
 )
 
 from vllm_pd.errors import ConfigError
@@ -60,6 +61,14 @@ class StoreStep(KVConnectorMetadata):
     loads: dict[str, list[tuple[bytes, int]]] = field(default_factory=dict)
     puts: list[tuple[bytes, int]] = field(default_factory=list)
     stops: bool = False  # whether this engine uses the store no more
+
+
+class StoreStopped(KVConnectorWorkerMetadata):
+    """A rank uses the store no more: its weights are loaded anew, or a step of it was not computed whole."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreStopped:
+        """One rank is enough."""
+        return self
 
 
 class PDStoreConnector(KVConnectorBase_V1):
@@ -164,7 +173,10 @@ class PDStoreConnector(KVConnectorBase_V1):
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """What the workers reported, when the last of them did: a load that failed on any rank is not tried again."""
+        """What the workers reported, when the last of them did: a load that failed on any rank is not tried again. If a
+        rank uses the store no more, this engine does not either."""
+        if connector_output.kv_connector_worker_meta is not None:
+            self.reset_cache()
         if self._plan is not None:
             for request_id in connector_output.failed_recving or ():
                 self._plan.failed(request_id)
@@ -218,6 +230,10 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._worker.begin_loads({one: [NamedBlock(*block) for block in blocks] for one, blocks in step.loads.items()})
         ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """With the step's output: whether the store is used no more. Until EngineCore says so itself."""
+        return None if self._worker.is_on or self._get_connector_metadata().stops else StoreStopped()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Our figures since the last call."""

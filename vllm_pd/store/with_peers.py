@@ -66,13 +66,14 @@ class PairedStep(StepMetadata):
 @dataclass
 class LoadReport(KVConnectorWorkerMetadata):
     """By request: on how many ranks its load has ended, of those that report with one step. And those of them whose
-    load failed on any."""
+    load failed on any. `has_stopped`: whether any of these ranks uses the store no more."""
     ended: Counter[str]
     failed: set[str]
+    has_stopped: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
         """This one and another rank's."""
-        return LoadReport(self.ended + other.ended, self.failed | other.failed)
+        return LoadReport(self.ended + other.ended, self.failed | other.failed, self.has_stopped or other.has_stopped)
 
 
 class PairedPromMetrics(HandoverPromMetrics):
@@ -142,6 +143,8 @@ class PDConnectorWithStore(PDConnector):
         """What the workers reported."""
         report = connector_output.kv_connector_worker_meta
         if report is not None:
+            if report.has_stopped:
+                self._store.reset_cache()
             self.binding.loads_ended(report.ended, report.failed)
 
     def has_pending_push_work(self) -> bool:
@@ -186,12 +189,13 @@ class PDConnectorWithStore(PDConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The step has ended, perhaps with an exception. Nothing is reported here."""
         loads = self._store.get_transfer_results(finished_req_ids)
-        self._report = (LoadReport(Counter(loads.finished_recving), loads.failed_recving) if loads.finished_recving
-                        else None)
+        has_stopped = self._store.build_connector_worker_meta() is not None
+        self._report = (LoadReport(Counter(loads.finished_recving), loads.failed_recving, has_stopped)
+                        if loads.finished_recving or has_stopped else None)
         return super().get_transfer_results(finished_req_ids)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Which loads have ended: with the step's output."""
+        """With the step's output: which loads have ended, and whether the store is used no more."""
         return self._report
 
     # Figures.

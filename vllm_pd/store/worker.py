@@ -71,7 +71,7 @@ class StoreWorker:
         self._model = model
         self._parts = parts
         self.steps = WholeSteps(layers)
-        self._is_on = True
+        self.is_on = True  # until `stop`; to be read only
         self._taken: Counter[str] = Counter()
         self.loader = BlockLoader(self._load_block)
 
@@ -79,13 +79,13 @@ class StoreWorker:
         """Put the blocks that this step has filled, unless it or one before it was not computed whole."""
         if not self.steps.end(step, has_tokens):
             self.stop(f"step {step} was not computed whole")
-        elif self._is_on:
+        elif self.is_on:
             self.put(blocks)
 
     def stop(self, why: str) -> None:
         """From now on nothing is put, and all loads fail, also those that have begun. May be called again."""
-        if self._is_on:
-            self._is_on = False
+        if self.is_on:
+            self.is_on = False
             logger.warning("store: %s: this engine uses the store no more", why)
         self.loader.fail_all()
 
@@ -102,7 +102,7 @@ class StoreWorker:
         """Begin to load the blocks of these requests."""
         for request_id, blocks in loads.items():
             self.loader.begin(request_id, blocks)
-        if not self._is_on:
+        if not self.is_on:
             self.loader.fail_all()
 
     def take_ended(self) -> EndedLoads:
