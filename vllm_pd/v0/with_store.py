@@ -12,6 +12,7 @@ import vllm
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Attempt
+from vllm_pd.fingerprint import weights_state
 from vllm_pd.handover.engine import finalize
 from vllm_pd.store.metrics import StoreMetrics
 from vllm_pd.store.view import StoreView
@@ -101,9 +102,9 @@ class DisaggregationWithStore(Disaggregation):
 
 def _open_store(engine: LLMEngine, settings: StoreSettings, opened: contextlib.ExitStack) -> StoredPrefixes:
     """The store as this engine uses it; `opened` closes it. Raises ConfigError."""
-    layout = sample_cache(engine.vllm_config).layout.value
-    caches = engine.model_executor.driver_worker.worker.kv_cache[0]
-    model = model_of(fingerprint(engine.vllm_config, layout), 0, vllm.__version__)
+    config, caches = engine.vllm_config, engine.model_executor.driver_worker.worker.kv_cache[0]
+    layout = sample_cache(config).layout.value
+    model = model_of(fingerprint(config, layout), 0, vllm.__version__, weights_state(config))
     worker = StoreWorker(settings, model, block_parts([plane for cache in caches for plane in cache]), ())
     opened.callback(worker.close)
     view = StoreView(settings, worker.slot_bytes, (model, ))
