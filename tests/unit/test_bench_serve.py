@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,8 +16,8 @@ from vllm_pd.bench.serve.comparison import AnswerBook, compared, goodput, over_r
 from vllm_pd.bench.serve.drive import EntryPoint, ServedLoad, ServedRequest
 from vllm_pd.bench.serve.figures import SloLimits, point_figures, timeline
 from vllm_pd.bench.serve.fleets import entry_points
-from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad, parse_load, parse_numbers
-from vllm_pd.bench.serve.traffic import LoadPoint, PromptKind, points, warm_up
+from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad, TracedPrompt, parse_load, parse_numbers
+from vllm_pd.bench.serve.traffic import LoadPoint, PromptKind, points, trace_prompts, warm_up
 from vllm_pd.bench.serve.words import prose, tokens_of
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
@@ -24,6 +25,7 @@ from vllm_pd.launch.state import UpState
 
 LIMITS = SloLimits(ttft_ms=500, itl_ms=200)
 POINT = LoadPoint(2, "streams", 10.0, list)
+TRACE = tuple(TracedPrompt(str(number), f"prompt {number}", 5) for number in range(400))
 
 
 def requests(shape: LoadShape, turn: int = 0, with_long: bool = True, most: int = 5) -> list[list[tuple]]:
@@ -43,18 +45,27 @@ def served(*answers: GenerationAnswer | None, kind: PromptKind = PromptKind.SHOR
 
 class TestLoads:
 
-    @pytest.mark.parametrize("load", [load for load in ServeLoad if load is not ServeLoad.TRACE])
+    @pytest.mark.parametrize("load", ServeLoad)
     def test_equal_seeds_and_rounds_give_equal_loads_and_others_share_no_prompt(self, load):
-        shape = LoadShape(load=load, conversations=4, duration_s=20)
+        shape = LoadShape(load=load, conversations=4, duration_s=20, trace=TRACE)
         assert requests(shape) == requests(shape)
         prompts = {one[3] for point in requests(shape) for one in point}
-        for other in (requests(shape, turn=1), requests(LoadShape(load=load, conversations=4, duration_s=20, seed=1))):
-            assert not prompts & {one[3] for point in other for one in point}
+        others = [requests(shape, turn=1), requests(shape, turn=2), requests(replace(shape, seed=1))]
+        for other in others[:2] if load is ServeLoad.TRACE else others:  # a trace has the prompts that it has
+            sent = {one[3] for point in other for one in point}
+            assert sent and not prompts & sent
+            prompts |= sent
 
-    def test_points_share_no_prompt(self):
-        found = requests(LoadShape(load=ServeLoad.RATE, duration_s=30))
+    @pytest.mark.parametrize("load", [ServeLoad.RATE, ServeLoad.TRACE])
+    def test_points_share_no_prompt(self, load):
+        found = requests(LoadShape(load=load, duration_s=30, trace=TRACE))
         prompts = [one[3] for point in found for one in point]
-        assert len(found) == 4 and len(prompts) == len(set(prompts))
+        assert len(found) == 4 and all(found) and len(prompts) == len(set(prompts))
+
+    def test_a_trace_is_sent_in_its_order_and_once(self):
+        shape = LoadShape(load=ServeLoad.TRACE, duration_s=30, rates=(1.0, 3.0), trace=TRACE)
+        sent = [one[3] for turn in range(2) for point in requests(shape, turn) for one in point]
+        assert sent == [one.prompt for one in TRACE[:len(sent)]] and len(sent) == trace_prompts(shape, 2) > 200
 
     def test_long_prompts_arrive_as_often_as_is_said(self):
         shape = LoadShape(duration_s=7000, long_tokens=20)
@@ -346,7 +357,7 @@ class TestOptions:
     def test_b80_numbers_are_above_0(self, texts):
         with pytest.raises(ConfigError, match="--rate="):
             parse_numbers("--rate", float, texts)
-        assert parse_numbers("--stream", int, ["2", "3"]) == (2, 3)
+        assert parse_numbers("--stream", int, ["2", "3", "2"]) == (2, 3), "each once"
 
     def test_b80_other_words(self, tmp_path):
         with pytest.raises(ConfigError, match="--load='x'.*chat.long, concurrency"):
@@ -355,6 +366,13 @@ class TestOptions:
             choices.shape_of(ServeBench("m", load=LoadShape(load=ServeLoad.TRACE)))
         with pytest.raises(ConfigError, match="--trace="):
             choices.shape_of(ServeBench("m", trace=tmp_path))
+        (tmp_path / "trace").write_text(json.dumps([{"conversations": [{"value": "a"}, {"value": "b"}]}] * 90))
+        traced = ServeBench("m", trace=tmp_path / "trace", load=LoadShape(load=ServeLoad.TRACE, rates=(0.5, 1.0)))
+        assert len(choices.shape_of(replace(traced, rounds=1)).trace) == 90
+        with pytest.raises(ConfigError, match="--trace=.*90 prompts.*3 x 2 .*fewer --rate or --rounds.*longer file"):
+            choices.shape_of(traced)
+        assert choices.shape_of(replace(traced, load=LoadShape(load=ServeLoad.TRACE, rates=(9.0, )), rounds=1))
+        assert choices.shape_of(replace(traced, export=tmp_path / "load")), "only its first round is written"
         with pytest.raises(ConfigError, match="--duration-s=0.1.*at 0.01 requests/s"):
             choices.shape_of(ServeBench("m", load=LoadShape(load=ServeLoad.RATE, rates=(0.01, ), duration_s=0.1)))
         with pytest.raises(ConfigError, match="--gpus='a'"):

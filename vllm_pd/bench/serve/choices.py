@@ -6,12 +6,13 @@ option.
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from vllm_pd.bench.checks import parse_cores, parse_numbered, require_at_least, require_healthy
 from vllm_pd.bench.serve import sharegpt
 from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, parse_arms
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
-from vllm_pd.bench.serve.traffic import points
+from vllm_pd.bench.serve.traffic import points, trace_prompts
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
 from vllm_pd.launch.plan import engines_run_on_cpu
@@ -42,10 +43,23 @@ def shape_of(bench: ServeBench) -> LoadShape:
         raise ConfigError("--trace", bench.trace and str(bench.trace), "the load trace needs a file, and no other load "
                           "has one")
     shape = bench.load if bench.trace is None else replace(bench.load, trace=sharegpt.read(bench.trace))
-    for point in (point for turn in range(bench.rounds) for point in points(shape, turn)):
+    rounds = 1 if bench.export is not None else bench.rounds
+    if bench.trace is not None:
+        _check_trace(bench.trace, shape, rounds)
+    for point in (point for turn in range(rounds) for point in points(shape, turn)):
         if not point.chains():
             raise ConfigError("--duration-s", shape.duration_s, f"no request is sent at {point.label}: write more")
     return shape
+
+
+def _check_trace(path: Path, shape: LoadShape, rounds: int) -> None:
+    """Raises ConfigError for a trace that does not have a prompt of its own for each request. A load of one rate and
+    one round ends with its trace."""
+    needed, parts = trace_prompts(shape, rounds), rounds * len(shape.values)
+    if parts > 1 and len(shape.trace) < needed:
+        raise ConfigError("--trace", str(path), f"it has {len(shape.trace):,} prompts, and {rounds} x "
+                          f"{len(shape.values)} (--rounds, --rate) loads of {shape.duration_s:g} s need {needed:,}, as "
+                          "each is sent once: write fewer --rate or --rounds, a smaller --duration-s, or a longer file")
 
 
 def check(bench: ServeBench) -> None:

@@ -31,7 +31,7 @@ class TracedPrompt:
 
 
 def parse_numbers(key: str, kind: type, texts: Iterable[str]) -> tuple[Any, ...]:
-    """The numbers of an option that may be repeated. Raises ConfigError naming `key`."""
+    """The numbers of an option that may be repeated, each once. Raises ConfigError naming `key`."""
     found = []
     for text in texts:
         try:
@@ -40,7 +40,7 @@ def parse_numbers(key: str, kind: type, texts: Iterable[str]) -> tuple[Any, ...]
             found.append(kind(0))
         if not 0 < found[-1] < math.inf:
             raise ConfigError(key, text, f"write {'a whole number' if kind is int else 'a number'} above 0")
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 def parse_load(text: str) -> ServeLoad:
@@ -106,7 +106,7 @@ class ServeBench:
     url: Annotated[str, Option("Instead of arms: the base URL of a fleet that runs.")] = ""
     state: Annotated[Path | None, Option("Instead of arms: the state file of a `vllm-pd up` that runs.")] = None
     load: LoadShape = LoadShape()
-    trace: Annotated[Path | None, Option("The prompts of --load trace: a ShareGPT file.")] = None
+    trace: Annotated[Path | None, Option("The prompts of --load trace: a ShareGPT file. Each is sent once.")] = None
     export: Annotated[Path | None, Option("Only write the load as a ShareGPT file.")] = None
     ttft_slo: Annotated[float, Option("Goodput counts requests whose first token came within so many ms ...")] = 2000.0
     itl_slo: Annotated[float, Option("... and every further one within so many ms of the one before it.")] = 250.0

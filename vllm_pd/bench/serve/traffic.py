@@ -6,7 +6,7 @@ chain is one client: it sends a request, waits for the end of the answer, pauses
 a closed loop is a chain without end, a request of an open loop a chain of one, a conversation a chain of its turns.
 
 A request's name and its prompt depend on the seed, the round and the point only. So the same request goes to every arm,
-and the answers can be compared.
+and the answers can be compared. No prompt is sent in two rounds or at two points: a prefix cache would have it.
 """
 
 import itertools
@@ -61,18 +61,23 @@ class LoadPoint:
 def points(shape: LoadShape, turn: int, with_long: bool = True) -> list[LoadPoint]:
     """The points of the load in round number `turn`. Without long prompts, all others stay as they are."""
     makers = {ServeLoad.CHAT_LONG: _chat_and_long, ServeLoad.CONCURRENCY: _closed_loop, ServeLoad.RATE: _open_loop,
-              ServeLoad.CONVERSATIONS: _conversations, ServeLoad.TRACE: _traced}
+              ServeLoad.CONVERSATIONS: _conversations,
+              ServeLoad.TRACE: lambda shape, value, _: _traced(shape, turn, value)}
     make = makers[shape.load]
     streamed = shape.load in (ServeLoad.CHAT_LONG, ServeLoad.CONCURRENCY)
     unit = "streams" if streamed else "conversations/s" if shape.load is ServeLoad.CONVERSATIONS else "requests/s"
 
     def chains(value: float) -> list[RequestChain]:
-        found = make(shape, value, f"{shape.seed}.{turn}.{value:g}")
+        found = make(shape, value, _seed(shape, turn, value))
         return found if with_long else [RequestChain(chain.at_s, _short_only(chain.requests)) for chain in found]
 
     # A conversation may end as late as it likes: all its turns belong to the load.
     limit_s = math.inf if shape.load is ServeLoad.CONVERSATIONS else shape.duration_s
     return [LoadPoint(value, unit, limit_s, lambda value=value: chains(value)) for value in shape.values]
+
+
+def _seed(shape: LoadShape, turn: int, value: float) -> str:
+    return f"{shape.seed}.{turn}.{value:g}"
 
 
 def _short_only(requests: Iterable[LoadRequest]) -> Iterator[LoadRequest]:
@@ -147,11 +152,21 @@ def _conversations(shape: LoadShape, value: float, seed: str) -> list[RequestCha
     return found
 
 
-def _traced(shape: LoadShape, value: float, seed: str) -> list[RequestChain]:
-    """The prompts of the trace in their order, as many as arrive in time."""
+def trace_prompts(shape: LoadShape, rounds: int) -> int:
+    """How many prompts of a trace are sent in so many rounds."""
+    return sum(len(_trace_times_s(shape, turn, value)) for turn in range(rounds) for value in shape.values)
+
+
+def _trace_times_s(shape: LoadShape, turn: int, value: float) -> list[float]:
+    return list(_arrivals_s(random.Random(f"{_seed(shape, turn, value)} arrivals"), value, shape.duration_s))
+
+
+def _traced(shape: LoadShape, turn: int, value: float) -> list[RequestChain]:
+    """The prompts of the trace in their order, as many as arrive in time, after those of earlier rounds and points."""
+    earlier = shape.values[:shape.values.index(value)]
+    first = trace_prompts(shape, turn) + sum(len(_trace_times_s(shape, turn, one)) for one in earlier)
     found = []
-    for one, at_s in zip(shape.trace, _arrivals_s(random.Random(f"{seed} arrivals"), value, shape.duration_s),
-                         strict=False):
+    for one, at_s in zip(shape.trace[first:], _trace_times_s(shape, turn, value), strict=False):
         kind = PromptKind.LONG if 2 * tokens_of(one.prompt) >= shape.long_tokens else PromptKind.SHORT
         found.append(RequestChain(at_s, [LoadRequest(one.name, kind, one.prompt, one.answer_tokens)]))
     return found
