@@ -88,7 +88,7 @@ def check_serve(run: PartRun) -> None:
     gpu = run.settings.device == "cuda"
     load = LoadShape(duration_s=20.0, streams=(8 if gpu else 2, ), long_every_s=2.0 if gpu else 7.0)
     memory_ = memory(run, GPU_SHARE, KV_BYTES if v1 else "")
-    bench = ServeBench(model=run.settings.model, arms=("pd", "mixed-rr"), rounds=1, gpus="0" if gpu else "", load=load,
+    bench = ServeBench(model=run.settings.model, arms=("pd", "mixed-rr"), rounds=1, load=load,
                        timeout_s=max(1.0, run.left_s - STOP_RESERVE_S),
                        serve_args=(*engine_arguments(run, v1), *(() if gpu else ("--enforce-eager", )), *memory_))
     out = Path(run.settings.out)
@@ -240,12 +240,13 @@ def started(run: PartRun, arm: Any, arguments: Sequence[str]
     from vllm_pd.bench.serve.arms import FleetSettings, plan_arm
     from vllm_pd.bench.serve.fleets import running
     from vllm_pd.installation import World, find_installation
+    from vllm_pd.launch.plan import default_gpu
 
     v1 = find_installation().world is World.PLUGIN
     gpu = run.settings.device == "cuda"
     settings = FleetSettings(run.settings.model, pd={"max_local_prefill_tokens": MAX_LOCAL_TOKENS},
                              serve_args=(*engine_arguments(run, v1), *arguments),
-                             cores=tuple(sorted(os.sched_getaffinity(0))), gpus=(0, ) if gpu else (), v1=v1)
+                             cores=tuple(sorted(os.sched_getaffinity(0))), gpus=(default_gpu(), ) if gpu else (), v1=v1)
     plan = plan_arm(arm, settings)
     lines: list[tuple[str, str]] = []
 

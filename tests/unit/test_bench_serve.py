@@ -21,6 +21,7 @@ from vllm_pd.bench.serve.traffic import LoadPoint, PromptKind, points, trace_pro
 from vllm_pd.bench.serve.words import prose, tokens_of
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.launch.plan import gpu_places
 from vllm_pd.launch.state import UpState
 
 LIMITS = SloLimits(ttft_ms=500, itl_ms=200)
@@ -328,6 +329,22 @@ class TestArms:
         assert seen(2, 0, 1) == [("0", ()), ("1", ())]
         assert seen(1, 0, 1) == [("0,1", ("--tensor-parallel-size", "2"))]
         assert seen(2, 3) == [("3", ("--gpu-memory-utilization", "0.40"))] * 2
+
+    @pytest.mark.parametrize("visible, gpu", [(None, "0"), ("3", "3"), ("3,1", "3"), ("GPU-5d,GPU-77", "GPU-5d")])
+    def test_told_no_gpu_the_first_that_may_be_used_is(self, monkeypatch, visible, gpu):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(choices, "engines_run_on_cpu", lambda: False)
+        settings = choices.fleet(ServeBench("m"))
+        assert [place.env["CUDA_VISIBLE_DEVICES"] for place in places(settings, 2)] == [gpu, gpu]
+        assert choices.fleet(ServeBench("m", gpus="0,1")).gpus == (0, 1)
+
+    @pytest.mark.parametrize("words", [("-dp", "2"), ("-dp=2", ), ("--data-parallel-size", "2"),
+                                       ("--data_parallel_size=2", ), ("-tp", "2"), ("--pipeline-parallel-size=2", )])
+    def test_who_splits_the_model_is_not_told_how(self, words):
+        assert gpu_places((0, 1, 2, 3), 2, words) == [({"CUDA_VISIBLE_DEVICES": "0,1"}, ()),
+                                                      ({"CUDA_VISIBLE_DEVICES": "2,3"}, ())]
 
 
 class TestOptions:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """scripts/gpu_check.py: budgets, verdicts and command lines, without a process."""
+import contextlib
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from _gpu_check import engines
@@ -12,6 +14,7 @@ from _gpu_check.results import PartFailed, PartOutcome, PartResult, PartSkipped,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_pd.bench.serve import choices
 from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, plan_arm
 from vllm_pd.launch.plan import STARTING_AT_ONCE, starting_at_once
 
@@ -156,6 +159,30 @@ def test_engines_that_share_a_gpu_and_measure_its_memory_start_one_at_a_time(run
 def test_engines_with_gpus_or_cores_of_their_own_start_together():
     for devices in ({"gpus": (0, 1)}, {"cores": (0, 1)}):
         assert starting_at_once(plan_arm(Arm("pd", ArmKind.PD), FleetSettings("m", **devices)).engines) == 2
+
+
+@pytest.mark.usefixtures("no_ports")
+def test_engines_get_the_gpu_that_the_check_was_given(run, monkeypatch):
+    plans = []
+
+    @contextlib.contextmanager
+    def running(plan, say, timeout_s):
+        plans.append(plan)
+        yield
+
+    def serve(bench, *_):
+        monkeypatch.setattr(choices, "engines_run_on_cpu", lambda: False)
+        plans.append(plan_arm(Arm("pd", ArmKind.PD), choices.fleet(bench)))
+        write_json(Path(run.settings.out) / "serve_bench.json", serve_report())
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5d,GPU-77")
+    monkeypatch.setattr("vllm_pd.bench.serve.fleets.running", running)
+    monkeypatch.setattr("vllm_pd.bench.serve.command.run", serve)
+    monkeypatch.setattr(engines, "prepare", lambda run: False)
+    with engines.started(run, Arm("pd", ArmKind.PD), ()):
+        pass
+    engines.check_serve(run)
+    assert [engine.env["CUDA_VISIBLE_DEVICES"] for plan in plans for engine in plan.engines] == ["GPU-5d"] * 4
 
 
 def test_on_the_cpu_no_memory_of_a_gpu_is_asked_for(run):

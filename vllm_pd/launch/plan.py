@@ -34,7 +34,7 @@ OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instea
     "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_MEMORY = 0.8  # of each, for all engines that share it
-SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
@@ -270,7 +270,13 @@ def refuse_ours(serve_args: Sequence[str]) -> None:
             raise ConfigError(f"-- {argument}", None, f"this command sets it for each engine: use {flag}")
 
 
-def gpu_places(gpus: Sequence[int], count: int,
+def default_gpu() -> str:
+    """The GPU of a benchmark that is told none: the first of those that this process was given, as the variable has it
+    (a number, or the UUID of a GPU or a part of one), or else 0."""
+    return os.environ.get(VISIBLE, "0").partition(",")[0]
+
+
+def gpu_places(gpus: Sequence[int | str], count: int,
                serve_args: Sequence[str]) -> list[tuple[dict[str, str], tuple[str, ...]]]:
     """The environment of each of `count` engines that share these GPUs, and what it needs beside `serve_args`: a
     tensor-parallel rank on each of its GPUs, or its part of the memory of one that several engines use."""

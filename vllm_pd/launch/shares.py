@@ -2,6 +2,7 @@
 """Numbered cores or GPUs, and how several engines share them."""
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from vllm_pd.errors import ConfigError
 
@@ -17,7 +18,7 @@ def parse_numbered(key: str, text: str) -> tuple[int, ...]:
     return numbers
 
 
-def split_evenly(numbers: Sequence[int], count: int) -> list[tuple[int, ...]]:
+def split_evenly(numbers: Sequence[Any], count: int) -> list[tuple[Any, ...]]:
     """`count` disjoint shares of these GPUs or cores, as equal as possible; all empty where there are fewer of them
     than shares."""
     if len(numbers) < count:

@@ -91,7 +91,8 @@ def _parse_arm(name: str) -> list[Arm]:
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """What the fleets of all arms have in common. `port` 0: free ones. Engines share the `gpus`, or else `cores`."""
+    """What the fleets of all arms have in common. `port` 0: free ones. Engines share the `gpus` (numbers or UUIDs), or
+    else `cores`."""
     model: str
     prefill: int = 1
     decode: int = 1
@@ -99,7 +100,7 @@ class FleetSettings:
     serve_args: tuple[str, ...] = ()
     port: int = 0
     cores: tuple[int, ...] = ()
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[int | str, ...] = ()
     v1: bool = False
     serve: Sequence[str] = SERVE
     broker: Sequence[str] = BROKER

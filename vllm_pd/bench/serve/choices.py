@@ -15,7 +15,7 @@ from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
 from vllm_pd.bench.serve.traffic import points, trace_prompts
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
-from vllm_pd.launch.plan import engines_run_on_cpu
+from vllm_pd.launch.plan import default_gpu, engines_run_on_cpu
 from vllm_pd.launch.state import UpState
 from vllm_pd.router.options import parse_worker
 
@@ -104,6 +104,6 @@ def fleet(bench: ServeBench) -> FleetSettings:
     """What the planned fleets have in common. Raises ConfigError."""
     on_cpu = engines_run_on_cpu() and not bench.gpus
     cores = parse_cores("--cores", bench.cores) or tuple(sorted(os.sched_getaffinity(0)))
-    gpus = () if on_cpu else parse_numbered("--gpus", bench.gpus) or (0, )
+    gpus = () if on_cpu else parse_numbered("--gpus", bench.gpus) or (default_gpu(), )
     return FleetSettings(bench.model, bench.prefill, bench.decode, bench.pd, tuple(bench.serve_args), bench.port, cores,
                          gpus, find_installation().world is World.PLUGIN, **bench.programs)

@@ -101,7 +101,8 @@ class ServeBench:
     rounds: Annotated[int, Option("How many times each arm has its turn.")] = 3
     cores: Annotated[str, Option("The cores that the engines of an arm share; default: all.", metavar="0,1")] = ""
     load_cores: Annotated[str, Option("Where this program, brokers and routers run.", metavar="2,3")] = ""
-    gpus: Annotated[str, Option("The GPUs that the engines of an arm share.", metavar="0,1")] = ""
+    gpus: Annotated[str, Option("The GPUs that the engines of an arm share; default: the first of "
+                                "CUDA_VISIBLE_DEVICES, or 0.", metavar="0,1")] = ""
     engine: Annotated[str, Option("v0 or v1: what must be installed; default: whatever is.")] = ""
     url: Annotated[str, Option("Instead of arms: the base URL of a fleet that runs.")] = ""
     state: Annotated[Path | None, Option("Instead of arms: the state file of a `vllm-pd up` that runs.")] = None
