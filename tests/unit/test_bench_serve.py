@@ -78,6 +78,11 @@ class TestLoads:
         short = [one for one in requests(LoadShape())[0] if one[2] is PromptKind.SHORT]
         assert requests(LoadShape(), with_long=False)[0] == short and 0 < len(short) < len(requests(LoadShape())[0])
 
+    @pytest.mark.parametrize("load", [ServeLoad.CONCURRENCY, ServeLoad.RATE])
+    def test_without_long_prompts_a_load_of_nothing_else_has_an_end(self, load):
+        shape = LoadShape(load=load, long_share=1, long_tokens=1, streams=(2, ), rates=(1.0, ))
+        assert requests(shape, with_long=False) == [[]] and requests(shape) != [[]]
+
     def test_a_stream_has_no_end_and_a_rate_has_its_length(self):
         stream = points(LoadShape(streams=(3, )), 0)[0]
         assert len([chain for chain in stream.chains() if len(list(itertools.islice(chain.requests, 50))) == 50]) == 3
@@ -357,11 +362,18 @@ class TestOptions:
         ({"load": LoadShape(duration_s=0)}, "--duration-s"), ({"load": LoadShape(long_every_s=0)}, "--long-every-s"),
         ({"load": LoadShape(answer_tokens=1)}, "--answer-tokens"), ({"load": LoadShape(turns=0)}, "--turns"),
         ({"load": LoadShape(long_share=1.5)}, "--long-share"),
+        ({"load": LoadShape(ServeLoad.CONCURRENCY, long_share=1)}, "--long-share"),
+        ({"load": LoadShape(ServeLoad.RATE, long_share=1), "arms": ("pd", "alone")}, "--long-share"),
     ])
     def test_b80_impossible_options(self, changes, key):
         with pytest.raises(ConfigError) as caught:
             choices.check(ServeBench(**{"model": "m", **changes}))
         assert caught.value.key == key and caught.value.cure
+
+    @pytest.mark.parametrize("changes", [{"arms": ("pd", "mixed")}, {"model": "", "url": "http://a"}])
+    def test_a_load_of_long_prompts_alone_is_for_arms_that_get_them(self, changes):
+        load = LoadShape(ServeLoad.CONCURRENCY, long_share=1)
+        choices.check(ServeBench(**{"model": "m", "load": load, **changes}))
 
     def test_b80_the_engine_must_be_what_is_installed(self, monkeypatch):
         for world, name, other in ((choices.World.PATCHED, "v0", "v1"), (choices.World.PLUGIN, "v1", "v0")):

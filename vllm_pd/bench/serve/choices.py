@@ -80,6 +80,11 @@ def check(bench: ServeBench) -> None:
     if not bench.given and not bench.model:
         raise ConfigError("MODEL", "", "write the model, or --url or --state for a fleet that runs")
     _check_engine(bench.engine)
+    if bench.load.load in (ServeLoad.CONCURRENCY, ServeLoad.RATE) and bench.load.long_share == 1 and not bench.given:
+        for arm in parse_arms(bench.arms):
+            if not arm.with_long:
+                raise ConfigError("--long-share", bench.load.long_share, f"the arm {arm.name} gets no long prompts, so "
+                                  "it would get nothing: write less than 1, or name other arms with --arm")
 
 
 def _check_engine(engine: str) -> None:

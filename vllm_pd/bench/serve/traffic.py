@@ -19,6 +19,8 @@ from enum import StrEnum
 from vllm_pd.bench.serve.settings import LoadShape, ServeLoad
 from vllm_pd.bench.serve.words import prose, tokens_of
 
+MOST_LONG = 1000
+
 
 class PromptKind(StrEnum):
     """Short: the running answers that must not pause. Long: what makes them pause."""
@@ -81,7 +83,16 @@ def _seed(shape: LoadShape, turn: int, value: float) -> str:
 
 
 def _short_only(requests: Iterable[LoadRequest]) -> Iterator[LoadRequest]:
-    return (request for request in requests if request.kind is PromptKind.SHORT)
+    """Without the long prompts. It ends where MOST_LONG of them follow each other: a stream may have nothing else."""
+    skipped = 0
+    for request in requests:
+        if request.kind is PromptKind.SHORT:
+            skipped = 0
+            yield request
+        else:
+            skipped += 1
+            if skipped == MOST_LONG:
+                return
 
 
 def _request(shape: LoadShape, name: str, seed: str, kind: PromptKind) -> LoadRequest:
