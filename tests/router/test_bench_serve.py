@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.waiting import wait_for
-from vllm_pd.bench.serve import command
-from vllm_pd.bench.serve.drive import EntryPoint, send_one
+from vllm_pd.bench.serve import command, measure
+from vllm_pd.bench.serve.drive import EntryPoint, send_load, send_one
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
 from vllm_pd.bench.serve.traffic import LoadRequest, PromptKind
 from vllm_pd.bench.servers import Server, Servers
@@ -34,9 +34,11 @@ LOAD = LoadShape(duration_s=0.6, streams=(2, ), answer_tokens=6, long_every_s=0.
 class ServeOutcome:
     """One run: its status, its lines, its JSON after each turn of an arm, its picture."""
 
-    def __init__(self, tmp_path: Path, model: str = "m", arms: tuple[str, ...] = (), **changes) -> None:
+    def __init__(self, tmp_path: Path, model: str = "m", arms: tuple[str, ...] = (), output: Path | None = None,
+                 log: Path | None = None, **changes) -> None:
         self.lines: list[str] = []
-        self.output, self.picture, self.log = tmp_path / "out.json", tmp_path / "out.png", tmp_path / "log"
+        self.output, self.log = output or tmp_path / "out.json", log or tmp_path / "log"
+        self.picture = tmp_path / "out.png"
         bench = ServeBench(**{"model": model, "arms": arms, "rounds": 1, "compare": "text", "load": LOAD,
                               "programs": {"serve": [*PROGRAM, "serve"], "broker": [*PROGRAM, "broker"]}, **changes})
         self.status = command.run(bench, self.log, self.picture, self.output, self.lines.append, self.lines.append)
@@ -147,6 +149,28 @@ def test_a_sweep_has_a_block_for_each_point(tmp_path):
     run = ServeOutcome(tmp_path, arms=("single", ), load=load)
     assert run.status == 0 and run.text.count("Serving Benchmark Result") == 2
     assert "goodput, single: " in run.text and list(run.found["table"]) == ["10 requests/s", "20 requests/s"]
+
+
+@pytest.mark.filterwarnings("ignore:Data has no positive values")
+def test_points_before_one_that_fails_are_kept(tmp_path, monkeypatch):
+    async def send(entries, model, point, token_ids):
+        return await send_load([EntryPoint("http://127.0.0.1:1")] if point.value == 20 else entries, model, point,
+                               token_ids)
+
+    monkeypatch.setattr(measure, "send_load", send)
+    load = LoadShape(load=ServeLoad.RATE, rates=(10.0, 20.0), duration_s=0.3, answer_tokens=4, long_share=0)
+    with started(tmp_path, 1) as [server]:
+        run = ServeOutcome(tmp_path, "", url=server.url, load=load, rounds=2, warm_up=0)
+    [turn] = run.found["arms"]["given"]["rounds"]
+    assert run.status == 1 and (turn["round"], [point["label"] for point in turn["points"]]) == (0, ["10 requests/s"])
+    assert "no request was answered" in run.found["failed"]["given"] and run.text.count("Benchmark Result") == 1
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path):
+    run = ServeOutcome(tmp_path, arms=("single", ), output=Path("/dev/full"), log=Path("/dev/full"), warm_up=0,
+                       load=replace(LOAD, duration_s=0.2))
+    assert run.status == 1 and "/dev/full was not written: [Errno 28]" in run.text
+    assert run.text.count("Serving Benchmark Result") == 1 and "the same texts from every arm" in run.lines[-1]
 
 
 @contextlib.contextmanager

@@ -352,6 +352,13 @@ class TestArms:
                                                       ({"CUDA_VISIBLE_DEVICES": "2,3"}, ())]
 
 
+    @pytest.mark.parametrize("name, port, most", [("single", 70_000, 65535), ("mixed-rr", 65_534, 65533),
+                                                  ("pd", -1, 65534), ("alone", -1, 65535)])
+    def test_b80_a_port_that_is_none(self, monkeypatch, name, port, most):
+        with pytest.raises(ConfigError, match=f"--port={port} .*write 1 to {most}"):
+            plan(monkeypatch, name, port=port)
+
+
 class TestOptions:
 
     @pytest.mark.parametrize("changes, key", [

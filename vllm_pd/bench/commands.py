@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_pd.bench.outputs import require_file, require_picture, write_json
 from vllm_pd.bench.serve.settings import ServeBench
 from vllm_pd.bench.share.options import ShareBench
+from vllm_pd.errors import ConfigError
 from vllm_pd.options import takes_settings
 
 if TYPE_CHECKING:
@@ -21,8 +23,21 @@ if TYPE_CHECKING:
 WIDE = 200  # columns of a table with one for each router
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: the hand-over, the routers, the step sync, a trace.")
 
-Picture = Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.")]
-Output = Annotated[Path | None, typer.Option(help="Also write all figures as JSON.")]
+
+def _file(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The value of an option that names a file to write."""
+    require_file(option.opts[0], path)
+    return path
+
+
+def _picture(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The value of an option that names a picture to draw."""
+    require_picture(option.opts[0], path)
+    return path
+
+
+Picture = Annotated[Path | None, typer.Option(help="Also draw the figures, as PNG.", callback=_picture)]
+Output = Annotated[Path | None, typer.Option(help="Also write all figures as JSON.", callback=_file)]
 State = Annotated[Path | None, typer.Option(help="Instead of URLs: the state file of a `vllm-pd up` that runs.")]
 MaybeUrls = Annotated[list[str] | None, typer.Option(help="Its base URL, like http://127.0.0.1:8000.")]
 
@@ -34,14 +49,16 @@ def print_table(table: "Table", width: int | None = None) -> None:
 
 
 def write(report: Any, output: Path | None) -> None:
-    """Writes a report as JSON, if there is a file for it."""
+    """Writes a report as JSON, if there is a file for it. Raises ConfigError."""
     if output is not None:
-        output.write_text(json.dumps(report) + "\n")
+        try:
+            write_json(output, report)
+        except OSError as error:
+            raise ConfigError("--output", str(output), f"{error}: write another file") from None
 
 
 def known_urls(state: Path | None, given: dict[str, list[str] | None]) -> dict[str, tuple[str, ...]]:
     """The URLs of each option in `given`, or those of a state file. Raises ConfigError."""
-    from vllm_pd.errors import ConfigError
     from vllm_pd.launch.state import UpState
     if state is not None:
         for name, urls in given.items():
@@ -63,7 +80,8 @@ def handover(decode: MaybeUrls = None, prefill: MaybeUrls = None, state: State =
              max_tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 8,
              warm_up: Annotated[int, typer.Option(help="How many requests before the first that counts.")] = 3,
              seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-             output: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None) -> None:
+             output: Annotated[Path | None, typer.Option(help="Also write the JSON here.", callback=_file)] = None
+             ) -> None:
     """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""
     from vllm_pd.bench.handover import HandoverBench, measure
     known = known_urls(state, {"decode": decode, "prefill": prefill})
@@ -90,7 +108,8 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
        rounds: Annotated[int, typer.Option(help="How many rounds under load, of which the median counts.")] = 5,
        seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
        logs: Annotated[Path, typer.Option(help="Folder for the engines' output.")] = Path("."),
-       picture: Annotated[Path | None, typer.Option(help="Also draw the ranks' steps, as PNG.")] = None,
+       picture: Annotated[Path | None, typer.Option(help="Also draw the ranks' steps, as PNG.",
+                                                    callback=_picture)] = None,
        output: Output = None) -> None:
     """Start data-parallel V1 engines and measure their step sync. With two trees, their engines take turns."""
     from vllm_pd.bench.dp import report
@@ -146,7 +165,8 @@ def bench_router(
             "what the broker's choice among them is worth.")] = 0,
         load_cores: Annotated[str, typer.Option(metavar="0,1", help="Where generator and workers run.")] = "",
         router_cores: Annotated[str, typer.Option(metavar="2,3", help="Where the routers run.")] = "",
-        log: Annotated[Path | None, typer.Option(help="A file for the output of everything that is started.")] = None,
+        log: Annotated[Path | None, typer.Option(help="A file for the output of everything that is started.",
+                                                 callback=_file)] = None,
         picture: Picture = None,
         output: Output = None) -> None:
     """Measure what routers add to a request, ours and others', before dummy workers that this starts and ends."""
@@ -204,13 +224,12 @@ def bench_policies(
         system_prompts: Annotated[int, typer.Option(help="How many different ones.")] = 6,
         system_words: Annotated[int, typer.Option(help="Their length, about half of their tokens.")] = 140,
         seed: Annotated[int, typer.Option(help="Of the conversations and of the order.")] = 0,
-        log: Annotated[Path, typer.Option(help="A file for the routers' output.")] = Path(os.devnull),
+        log: Annotated[Path, typer.Option(help="A file for the routers' output.", callback=_file)] = Path(os.devnull),
         picture: Picture = None,
         output: Output = None) -> None:
     """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
     from vllm_pd.bench import policies
     from vllm_pd.bench.conversations import ConversationShape
-    from vllm_pd.errors import ConfigError
     from vllm_pd.router.policy import Policy
     wrong = [name for name in policy or () if name not in set(Policy)]
     if wrong:
@@ -244,8 +263,8 @@ def share(bench: ShareBench, output: Output = None) -> None:
     """Measure how repetitive recorded prompts are, and what caches of D and P and the router could save of that."""
     from vllm_pd.bench.share import measure
     found = measure.measure(bench, typer.echo)
-    write(found, output)
     typer.echo(measure.summary(found))
     if found["pruned"]["prefixes"]:
         print_table(measure.prefix_table(found), 120)
     print_table(measure.cache_table(found), 120)
+    write(found, output)

@@ -139,8 +139,12 @@ def plan_arm(arm: Arm, settings: FleetSettings) -> ArmPlan:
     count = {ArmKind.ALONE: settings.decode, ArmKind.SINGLE: 1}.get(arm.kind, both)
     spread = places(settings, both)[:count] if arm.kind is ArmKind.ALONE else places(settings, count)
     routed = count > 1 and arm.kind is not ArmKind.NIXL
-    first = settings.port or take_free_run(HOST, count + routed)
-    require_free("--port", HOST, range(first, first + count + routed))
+    taken = count + routed
+    if settings.port and not 1 <= settings.port <= 65536 - taken:
+        raise ConfigError("--port", settings.port, f"{arm.name} takes that port and the next ones, {taken} in all: "
+                          f"write 1 to {65536 - taken}, or 0 for free ones")
+    first = settings.port or take_free_run(HOST, taken)
+    require_free("--port", HOST, range(first, first + taken))
     engines = tuple(_engine(arm, settings, number, first + routed + number, place)
                     for number, place in enumerate(spread))
     router = _router(arm, settings, engines) if routed else None

@@ -2,15 +2,15 @@
 """What `vllm-pd bench serve` does with its options, and its exit status."""
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.table import Table
 
 from vllm_pd.bench.checks import parse_cores
+from vllm_pd.bench.outputs import require_file, require_picture, write_json
 from vllm_pd.bench.report import ShowLine
 from vllm_pd.bench.serve import pictures, report, sharegpt
 from vllm_pd.bench.serve.choices import shape_of
@@ -22,22 +22,26 @@ from vllm_pd.errors import ConfigError
 
 def run(bench: ServeBench, log: Path, picture: Path | None, output: Path | None, show: ShowLine,
         show_table: Callable[[Table], object]) -> int:
-    """Exports the load, or measures and reports. The exit status: 1 where an arm failed or an answer was not that of
-    the other arms. Raises ConfigError."""
+    """Exports the load, or measures and reports. The exit status: 1 where an arm failed, an answer was not that of the
+    other arms, or a file could not be written. Raises ConfigError."""
     if bench.export is not None:
         entries = sharegpt.exported(shape_of(bench))
-        _write(bench.export, "--export", entries)
+        try:
+            write_json(bench.export, entries)
+        except OSError as error:
+            raise ConfigError("--export", str(bench.export), f"{error}: write another file") from None
         show(f"{bench.export}: {len(entries)} prompts")
         return 0
-    for key, path in (("--output", output), ("--picture", picture)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(key, str(path), "there is no such folder: make it, or write another file")
+    for key, path in (("--log", log), ("--output", output)):
+        require_file(key, path)
+    require_picture("--picture", picture)
+    written = True
 
     def keep(found: dict[str, Any]) -> None:
-        if output is not None:
-            _write(output, "--output", found)
+        nonlocal written
+        written = output is None or _tried(lambda: write_json(output, found), output, show)
 
-    with log.open("w", buffering=1) as file:
+    with _opened(log) as file:
         run = ServeRun(bench, show, file)
         with _on_cores(parse_cores("--load-cores", bench.load_cores)):
             found = run.measure(keep)
@@ -47,9 +51,20 @@ def run(bench: ServeBench, log: Path, picture: Path | None, output: Path | None,
     for label in labels(found):
         show_table(report.table(found, label))
     if picture is not None and found["arms"]:
-        pictures.picture(found, picture)
+        written &= _tried(lambda: pictures.picture(found, picture), picture, show)
     show("\n".join(report.summary(found)))
-    return 0 if good(found) else 1
+    return 0 if good(found) and written else 1
+
+
+@contextlib.contextmanager
+def _opened(log: Path) -> Iterator[TextIO]:
+    """The file for what servers print, which no failing write ends the run."""
+    file = log.open("w", buffering=1)
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):  # it writes what it could not write before
+            file.close()
 
 
 @contextlib.contextmanager
@@ -63,8 +78,11 @@ def _on_cores(cores: tuple[int, ...]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _write(path: Path, key: str, value: Any) -> None:
+def _tried(write: Callable[[], object], path: Path, show: ShowLine) -> bool:
+    """Whether `path` could be written. What was measured is worth more than its file, so the run goes on."""
     try:
-        path.write_text(json.dumps(value) + "\n")
-    except OSError as error:
-        raise ConfigError(key, str(path), f"{error}: write another file") from None
+        write()
+    except (OSError, ValueError) as error:  # ValueError: matplotlib has no such format
+        show(f"{path} was not written: {error}")
+        return False
+    return True

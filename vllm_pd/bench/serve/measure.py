@@ -74,11 +74,11 @@ class ServeRun:
             self._serve(arm, turn, ready, plan.where)
 
     def _serve(self, arm: Arm, turn: int, ready: RunningArm, where: str) -> None:
-        """Sends all points of the round and adds what they were."""
+        """Sends all points of the round and adds what they were, up to the one that fails."""
         model = served_model(ready.entries[0].url)
         asyncio.run(send_each(ready.entries, model, warm_up(self._shape, self._bench.warm_up), self._bench.token_ids))
         limits = SloLimits(self._bench.ttft_slo, self._bench.itl_slo)
-        found = []
+        found: list[dict[str, Any]] = []
         for point in points(self._shape, turn, arm.with_long):
             used_s = ready.cpu_s()
             with EngineWatch(ready.engines) as watch:
@@ -87,14 +87,15 @@ class ServeRun:
             share = (ready.cpu_s() - used_s) / served.took_s / cores if cores and ready.pids else None
             figures = point_figures(point, served, limits, share) | {"handover": watch.figures()}
             self.report["different"] += self._book.add(arm.name, turn, point.label, served)
-            found.append(figures)
             self._show(_progress(self._bench, arm, turn, figures))
             if not figures["requests"]:
                 errors = [one.error for one in served.requests]
                 raise LoadError(f"no request was {'answered: ' + errors[0] if errors else 'to be sent'}")
             known = self.report["arms"].setdefault(arm.name, {"where": where, "rounds": []})
             known.setdefault("timeline", timeline(served))
-        self.report["arms"][arm.name]["rounds"].append({"round": turn, "points": found})
+            if not found:
+                known["rounds"].append({"round": turn, "points": found})
+            found.append(figures)
 
 
 def _progress(bench: ServeBench, arm: Arm, turn: int, figures: dict[str, Any]) -> str:
