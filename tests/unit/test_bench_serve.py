@@ -142,6 +142,15 @@ class TestFigures:
         assert found["itl_grid_ms"][0] == pytest.approx(100) and found["itl_grid_ms"][-1] == pytest.approx(300)
         assert json.loads(json.dumps(found)) == found
 
+    def test_an_event_may_have_several_tokens(self):
+        merged = GenerationAnswer("a", (), "length", (10, 9), (0.1, 0.3, 0.9), 0.9)
+        found = point_figures(POINT, served(merged), LIMITS)
+        assert found["tpot_ms"]["mean"] == pytest.approx(100) and found["itl_ms"]["max"] == pytest.approx(600)
+        assert found["tokens_per_event"] == 3
+        whole = point_figures(POINT, served(GenerationAnswer("a", (), "length", (10, 9), (0.9, ), 0.9)), LIMITS)
+        assert whole["tpot_ms"] == {}, "all of it came at once"
+        assert point_figures(POINT, served(None), LIMITS)["tokens_per_event"] is None
+
     @pytest.mark.parametrize("one, good", [(answer(0.5, 0.7), 1), (answer(0.51, 0.6), 0), (answer(0.1, 0.31), 0),
                                            (answer(0.2), 1), (None, 0)])
     def test_a_good_request_is_within_both_limits(self, one, good):
@@ -232,6 +241,16 @@ class TestComparison:
                                               "the same tokens from every arm: NO, 1 answers differ or failed"]
         table = report.table(found, "2 streams")
         assert [str(column.header) for column in table.columns] == ["2 streams", "alone", "pd", "mixed-rr"]
+
+    def test_the_table_says_how_many_tokens_an_event_has_where_that_is_not_one(self):
+        def texts(*loads: ServedLoad) -> dict[str, str]:
+            found = made(**{f"arm{number}": [[one]] for number, one in enumerate(loads)})
+            columns = [column.cells for column in report.table(found, "2 streams").columns]
+            return {text: " ".join(cells) for text, *cells in zip(*columns, strict=True)}
+
+        merged = served(GenerationAnswer("a", (), "length", (10, 9), (0.1, 0.3, 0.9), 0.9))
+        assert texts(of_gap(0.1), merged)["tokens in an event"] == "1.00 3.00"
+        assert "tokens in an event" not in texts(of_gap(0.1), of_gap(0.2))
 
     @pytest.mark.parametrize("points", [1, 3])
     def test_pictures_are_drawn(self, tmp_path, points):

@@ -72,7 +72,8 @@ class GenerationAnswer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """The inter-token latencies of a streamed answer."""
+        """The times between the parts of a streamed answer. A part is usually one token; with several in each, these
+        are not the times between tokens."""
         return [later - earlier for earlier, later in itertools.pairwise(self.arrivals_s)]
 
     def same_as(self, other: "GenerationAnswer") -> bool:

@@ -16,13 +16,14 @@ from vllm_pd.bench.serve.settings import ServeLoad
 GOOD_SHARE = 0.9  # of the requests at a rate that counts as served
 MIXED = ("mixed-rr", "mixed-kv")
 ITL_P99, TTFT_SHORT, TTFT_LONG = "short.itl_ms.p99", "short.ttft_ms.p50", "long.ttft_ms.p50"
-PAUSE_P90 = "short.pause_ms.p90"
+PAUSE_P90, TOKENS_PER_EVENT = "short.pause_ms.p90", "tokens_per_event"
 FIGURES = {  # of the table, by path: text, digits after the point
     ITL_P99: ("ITL p99, ms", 0), "short.itl_ms.p50": ("ITL p50, ms", 0), "short.itl_ms.max": ("ITL max, ms", 0),
     "short.pause_ms.p50": ("longest pause p50, ms", 0), PAUSE_P90: ("longest pause p90, ms", 0),
     TTFT_SHORT: ("TTFT short p50, ms", 0), "short.ttft_ms.p99": ("TTFT short p99, ms", 0),
     TTFT_LONG: ("TTFT long p50, ms", 0), "long.ttft_ms.p99": ("TTFT long p99, ms", 0),
-    "answer_tokens_per_s": ("answer tokens/s", 1), "good_share": ("share within the limits", 2),
+    "answer_tokens_per_s": ("answer tokens/s", 1), TOKENS_PER_EVENT: ("tokens in an event", 2),
+    "good_share": ("share within the limits", 2),
     "cpu_share": ("share of the cores in use", 2), "handover.megabytes": ("KV handed over, MB", 0),
     "handover.decode_steps": ("steps of decode engines", 0),
     "handover.kept_blocks.mean": ("blocks kept at prefill engines, mean", 1),

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of one point in one round, from what was sent. All of it is pure.
 
-TTFT runs from the moment before the connection is opened to the first token. ITL is each time between two tokens. TPOT
-is the mean of them in one answer, so a pause counts less there. The pause of an answer is its longest ITL. About one
-token in a hundred waits for a whole long prompt, so the p99 of all ITLs may or may not show it; the pauses do. A
-request is *good* where its TTFT and each of its ITLs are within the limits.
+TTFT runs from the moment before the connection is opened to the first token. ITL is each time between two events of a
+stream. An event is usually one token; a server may put several into one (`tokens_per_event`). TPOT is the time from the
+first to the last event of an answer for each of its tokens but the first, so a pause counts less there. The pause of an
+answer is its longest ITL. About one token in a hundred waits for a whole long prompt, so the p99 of all ITLs may or may
+not show it; the pauses do. A request is *good* where its TTFT and each of its ITLs are within the limits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,11 +39,13 @@ def point_figures(point: LoadPoint, served: ServedLoad, limits: SloLimits, cpu_s
     """All figures, ready for JSON. `cpu_share`: the share of the arm's cores that its engines have used."""
     answers = [one.answer for one in served.requests if one.answer is not None]
     prompt, answer = (sum(one.usage[side] for one in answers) for side in (0, 1))
+    events = sum(len(one.arrivals_s) for one in answers)
     good = sum(limits.keeps(one.answer) for one in served.requests)
     return {
         "point": point.value, "label": point.label, "requests": len(answers),
         "failed": len(served.requests) - len(answers), "took_s": round(served.took_s, 3), "prompt_tokens": prompt,
-        "answer_tokens": answer, "requests_per_s": len(answers) / served.took_s,
+        "answer_tokens": answer, "tokens_per_event": answer / events if events else None,
+        "requests_per_s": len(answers) / served.took_s,
         "answer_tokens_per_s": answer / served.took_s, "tokens_per_s": (prompt + answer) / served.took_s,
         "good_share": good / len(served.requests) if served.requests else None, "good_per_s": good / served.took_s,
         "cpu_share": cpu_share, **_latencies(answers),
@@ -53,7 +56,8 @@ def point_figures(point: LoadPoint, served: ServedLoad, limits: SloLimits, cpu_s
 
 
 def _latencies(answers: Sequence[GenerationAnswer]) -> dict[str, dict[str, float]]:
-    tpots_s = (sum(one.gaps_s) / len(one.gaps_s) for one in answers if one.gaps_s)
+    tpots_s = ((one.arrivals_s[-1] - one.arrivals_s[0]) / (one.usage[1] - 1) for one in answers
+               if one.gaps_s and one.usage[1] > 1)
     return {"ttft_ms": summary((one.ttft_s for one in answers), FIGURES, MS),
             "tpot_ms": summary(tpots_s, FIGURES, MS),
             "pause_ms": summary((max(one.gaps_s) for one in answers if one.gaps_s), PAUSES, MS),

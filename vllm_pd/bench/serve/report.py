@@ -12,6 +12,7 @@ from vllm_pd.bench.serve.comparison import (
     ITL_P99,
     PAUSE_P90,
     RATIOS,
+    TOKENS_PER_EVENT,
     TTFT_LONG,
     TTFT_SHORT,
     base_of,
@@ -56,14 +57,17 @@ def cell(found: dict[str, float], digits: int, space: str = "\n") -> str:
 
 
 def table(report: dict[str, Any], label: str) -> Table:
-    """Figures and ratios of all arms at one point."""
+    """Figures and ratios of all arms at one point. How many tokens an event has is shown where it is not one."""
     def figure(path: str, digits: int) -> Any:
         return lambda arm: cell(over_rounds(report, arm, label, path), digits)
 
     def divided(base: str, path: str) -> Any:
         return lambda arm: "1" if arm == base_of(report, base) else cell(ratio(report, arm, base, label, path), 2)
 
-    lines = [(text, figure(path, digits)) for path, (text, digits) in FIGURES.items()]
+    merged = any(round(found["median"], 2) != 1 for arm in report["arms"]
+                 if (found := over_rounds(report, arm, label, TOKENS_PER_EVENT)))
+    lines = [(text, figure(path, digits)) for path, (text, digits) in FIGURES.items()
+             if path != TOKENS_PER_EVENT or merged]
     lines += [(text.replace("mixed", base_of(report, base) or base), divided(base, path))
               for text, path, base in RATIOS if base_of(report, base)]
     lines = [line for line in lines if any(line[1](arm) not in ("-", "1") for arm in report["arms"])]
