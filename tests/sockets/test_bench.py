@@ -2,6 +2,7 @@
 """`vllm-pd bench handover` subtracts what it says, and the client hears the tokens that were sent."""
 
 import json
+import random
 
 import pytest
 from typer.testing import CliRunner
@@ -80,9 +81,20 @@ def test_b80_the_engines_must_be_named_once(options, key):
     assert isinstance(caught, ConfigError) and caught.key == key
 
 
-def test_nothing_remote_is_an_error_with_the_reasons():
-    with FakeEngine(max_local=500) as engine, pytest.raises(PDError, match="4 x threshold.*below 200"):
-        measure(bench(engine))
+def test_each_run_has_prompts_of_its_own_unless_a_seed_is_given():
+    with FakeEngine() as engine:
+        seeds = [measure(bench(engine, requests=1, warm_up=0, seed=seed))["settings"]["seed"]
+                 for seed in (None, None, 3)]
+    assert len(set(seeds)) == 3 and seeds[2] == 3
+    prompts = [body["prompt"] for body in engine.bodies if len(body["prompt"]) == 200]
+    draws = map(random.Random, seeds)
+    assert prompts == [[draw.randint(10, 999) for _ in range(200)] for draw in draws], "the report has what was drawn"
+
+
+@pytest.mark.parametrize("seed, words", [(None, "prefill engine$"), (3, r"same seed \(3\), leave out --seed$")])
+def test_nothing_remote_is_an_error_with_the_reasons(seed, words):
+    with FakeEngine(max_local=500) as engine, pytest.raises(PDError, match=f"2 x threshold.*below 200.*{words}"):
+        measure(bench(engine, requests=2, seed=seed))
 
 
 @pytest.mark.parametrize("changes, key", [({"requests": 0}, "--requests"), ({"max_tokens": 2}, "--max-tokens"),

@@ -79,7 +79,8 @@ def handover(decode: MaybeUrls = None, prefill: MaybeUrls = None, state: State =
                                                              "max_local_prefill_tokens.")] = 256,
              max_tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 8,
              warm_up: Annotated[int, typer.Option(help="How many requests before the first that counts.")] = 3,
-             seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+             seed: Annotated[int | None, typer.Option(help="Of the random prompts; default: another one in each run, "
+                                                           "which the report has.")] = None,
              output: Annotated[Path | None, typer.Option(help="Also write the JSON here.", callback=_file)] = None
              ) -> None:
     """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""

@@ -26,7 +26,7 @@ Fencing costs one round trip between the engines, for the claim. Its share of th
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_pd.admin.scrape import MetricsSnapshot, scrape, scrape_after_request
@@ -45,14 +45,15 @@ FIGURES = "p50 p99 mean min max"
 
 @dataclass(frozen=True)
 class HandoverBench:
-    """The command line of `vllm-pd bench handover`."""
+    """The command line of `vllm-pd bench handover`. `seed` None: another one in each run, because the decode engine has
+    the prompts of an earlier run in its prefix cache."""
     decode: str
     prefill: tuple[str, ...]
     requests: int = 50
     prompt_tokens: int = 256
     max_tokens: int = 8
     warm_up: int = 3
-    seed: int = 0
+    seed: int | None = None
 
     def check(self) -> None:
         """Raises ConfigError for numbers that measure nothing, and for engines that do not answer."""
@@ -94,8 +95,12 @@ class HandoverSample:
 
 
 def measure(bench: HandoverBench) -> dict[str, Any]:
-    """Runs the benchmark and returns its report, ready for JSON. Raises PDError when no request went remote."""
+    """Runs the benchmark and returns its report, ready for JSON, with the seed. Raises PDError when no request went
+    remote."""
     bench.check()
+    again = "" if bench.seed is None else f"; after a run with the same seed ({bench.seed}), leave out --seed"
+    if bench.seed is None:
+        bench = replace(bench, seed=random.randrange(1 << 32))
     model = served_model(bench.decode)
     prompts = random.Random(bench.seed)
     samples: list[HandoverSample] = []
@@ -120,7 +125,7 @@ def measure(bench: HandoverBench) -> dict[str, Any]:
     if not samples:
         why = ", ".join(f"{count} x {reason}" for reason, count in local.items()) or "the engine decided nothing"
         raise PDError(f"no request was prefilled remotely ({why}); start the decode engine with "
-                      f"max_local_prefill_tokens below {bench.prompt_tokens}, and a prefill engine")
+                      f"max_local_prefill_tokens below {bench.prompt_tokens}, and a prefill engine{again}")
     return report(bench, samples, local)
 
 
