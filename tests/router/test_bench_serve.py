@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from tests.waiting import wait_for
 from vllm_pd.bench.serve import command, measure
-from vllm_pd.bench.serve.drive import EntryPoint, send_load, send_one
+from vllm_pd.bench.serve.drive import EntryPoint, send_each, send_load, send_one
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
 from vllm_pd.bench.serve.traffic import LoadRequest, PromptKind
 from vllm_pd.bench.servers import Server, Servers
@@ -57,12 +57,19 @@ def cores() -> str:
     return ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
 
-def test_every_arm_gets_the_same_load(tmp_path):
+def test_every_arm_gets_the_same_load(tmp_path, monkeypatch):
     """For 2 s: what is due while the machine is too busy for it until the load's end is not sent."""
-    before = cores()
+    before, warmed = cores(), []
+
+    async def send(entries, *load):
+        warmed.append(len(set(entries)))
+        await send_each(entries, *load)
+
+    monkeypatch.setattr(measure, "send_each", send)
     run = ServeOutcome(tmp_path, arms=("alone", "pd", "mixed-rr", "chunked-64", "single"), cores=cores(),
                        load_cores=cores().split(",")[0], load=replace(LOAD, duration_s=2.0))
     assert run.status == 0, run.text
+    assert warmed == [1, 1, 3, 3, 1], "each engine behind a router, and the router"
     assert cores() == before, "--load-cores is for the run"
     arms = run.found["arms"]
     assert list(arms) == ["alone", "pd", "mixed-rr", "chunked-64", "single"]

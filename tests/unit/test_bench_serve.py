@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd bench serve`: its loads, figures, comparisons and plans, without a server."""
 
+import contextlib
 import itertools
 import json
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_pd.bench.load import GenerationAnswer
-from vllm_pd.bench.serve import choices, pictures, report, sharegpt
+from vllm_pd.bench.serve import choices, fleets, pictures, report, sharegpt
 from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, parse_arms, places, plan_arm
 from vllm_pd.bench.serve.comparison import AnswerBook, compared, goodput, over_rounds, ratio, spread
 from vllm_pd.bench.serve.drive import EntryPoint, ServedLoad, ServedRequest
@@ -102,7 +104,10 @@ class TestLoads:
     def test_prompts_are_words_of_the_wanted_length(self):
         text = prose(random.Random(0), 400)
         assert tokens_of(text) == 400 and text.startswith("The ") and ". The " in text
-        assert {kind for kind in PromptKind} == {one.kind for one in warm_up(LoadShape(), 1)}
+
+    def test_each_engine_behind_a_router_that_takes_turns_is_warmed_up_for_both_kinds(self):
+        assert [one.kind for one in warm_up(LoadShape(), 2)] == ["short", "short", "long", "long"]
+        assert len({one.prompt for one in warm_up(LoadShape(), 2)}) == 4
 
     def test_an_exported_load_can_be_read(self, tmp_path):
         shape = LoadShape(load=ServeLoad.CONVERSATIONS, conversations=3)
@@ -320,6 +325,15 @@ class TestArms:
         assert [f"--worker-events={engine.url}={config['endpoint']}" in kv.router.command
                 for engine, config in zip(kv.engines, configs, strict=True)] == [True] * 3
 
+    @pytest.mark.parametrize("decode, behind", [(1, []), (2, ["http://127.0.0.1:9001", "http://127.0.0.1:9002"])])
+    def test_the_decode_engines_behind_a_router_are_known(self, monkeypatch, decode, behind):
+        made = plan(monkeypatch, "pd", decode=decode)
+        front = {"router": {"url": "http://router"}} if behind else {}
+        running = SimpleNamespace(state=lambda: {"engines": [{"pid": 1}] * 2, **front})
+        monkeypatch.setattr(fleets, "Fleet", lambda *_, **__: contextlib.nullcontext(running))
+        with fleets.running(made, print, 1.0) as ready:
+            assert ready.behind == tuple(map(EntryPoint, behind)) and len(ready.entries) == 1
+
     def test_a_budget_is_for_chunked_prefill(self, monkeypatch):
         command = plan(monkeypatch, "chunked-64").engines[0].command
         assert options_of(command, "--max-num-batched-tokens") == options_of(command, "--max-num-seqs") == ["64"]
@@ -433,13 +447,18 @@ class TestOptions:
         with pytest.raises(ConfigError, match="--gpus='a'"):
             choices.parse_numbered("--gpus", "a")
 
-    def test_a_state_file_names_a_fleet(self, tmp_path):
+    def test_a_state_file_names_a_fleet(self, tmp_path, monkeypatch):
         path = tmp_path / "state.json"
         engines = [{"role": role, "url": f"http://{role}", "pid": 1} for role in ("decode", "prefill")]
         path.write_text(json.dumps({"engines": engines}))
         assert UpState.read(path) == UpState(("http://decode", ), ("http://prefill", ), "")
+        monkeypatch.setattr(choices, "require_healthy", lambda key, urls: None)
+        [arm] = choices.chosen(ServeBench(state=path))
+        assert (arm.urls, arm.behind) == (("http://decode", ), ())
         path.write_text(json.dumps({"engines": engines, "router": {"url": "http://router", "pid": 1}}))
         assert UpState.read(path).entries == ("http://router", )
+        [arm] = choices.chosen(ServeBench(state=path))
+        assert (arm.urls, arm.behind) == (("http://router", ), ("http://decode", )), "the warm-up goes to all"
         for text in ("", "[]", "{}", '{"engines": []}', '{"engines": [{}]}'):
             path.write_text(text)
             with pytest.raises(ConfigError, match="--state=.*vllm-pd up"):

@@ -56,12 +56,14 @@ class ArmKind(Enum):
 
 @dataclass(frozen=True)
 class Arm:
-    """One of the compared. `budget`: `max_num_batched_tokens` of a chunked one. `urls`: of a given one."""
+    """One of the compared. `budget`: `max_num_batched_tokens` of a chunked one. Of a given one: `urls`, where requests
+    go, and `behind`, the engines behind its router, as far as they are known."""
     name: str
     kind: ArmKind
     policy: Policy = Policy.ROUND_ROBIN
     budget: int = 0
     urls: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
 
     @property
     def with_long(self) -> bool:

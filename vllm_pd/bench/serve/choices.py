@@ -100,9 +100,13 @@ def chosen(bench: ServeBench) -> tuple[Arm, ...]:
     """The arms. Raises ConfigError, also for a fleet that does not answer."""
     if not bench.given:
         return parse_arms(bench.arms)
-    urls = (parse_worker("--url", bench.url), ) if bench.state is None else UpState.read(bench.state).entries
-    require_healthy("--url" if bench.state is None else "--state", urls)
-    return (Arm("given", ArmKind.GIVEN, urls=urls), )
+    if bench.state is None:
+        key, urls, behind = "--url", (parse_worker("--url", bench.url), ), ()
+    else:
+        state = UpState.read(bench.state)
+        key, urls, behind = "--state", state.entries, state.decode if state.router else ()
+    require_healthy(key, (*urls, *behind))
+    return (Arm("given", ArmKind.GIVEN, urls=urls, behind=behind), )
 
 
 def fleet(bench: ServeBench) -> FleetSettings:

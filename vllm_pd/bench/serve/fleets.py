@@ -23,9 +23,11 @@ STOP_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class RunningArm:
-    """An arm that is ready. `entries`: where requests go, in turn. `pids`: of its engines, where they are ours.
-    `engines`: those that hand over prefills to each other."""
+    """An arm that is ready. `entries`: where requests go, in turn. `behind`: the engines that a router at `entries`
+    chooses from. `pids`: of its engines, where they are ours. `engines`: those that hand over prefills to each
+    other."""
     entries: tuple[EntryPoint, ...]
+    behind: tuple[EntryPoint, ...] = ()
     pids: tuple[int, ...] = ()
     engines: tuple[EnginePlan, ...] = ()
 
@@ -44,20 +46,21 @@ def running(plan: ArmPlan, say: Say, timeout_s: float) -> Iterator[RunningArm]:
     if plan.fleet is not None:
         with Fleet(plan.fleet, timeout_s=timeout_s, stop_timeout_s=STOP_TIMEOUT_S, say=say) as fleet:
             state = fleet.state()
-            urls = ((state["router"]["url"], ) if "router" in state
-                    else tuple(engine.url for engine in plan.engines if engine.role.decodes))
-            entries = entry_points(plan.engines) if plan.prefill_first else tuple(map(EntryPoint, urls))
-            yield RunningArm(entries, tuple(engine["pid"] for engine in state["engines"]), plan.engines)
+            decoding = tuple(EntryPoint(engine.url) for engine in plan.engines if engine.role.decodes)
+            entries, behind = entry_points(plan.engines) if plan.prefill_first else decoding, ()
+            if "router" in state:
+                entries, behind = (EntryPoint(state["router"]["url"]), ), decoding
+            yield RunningArm(entries, behind, tuple(engine["pid"] for engine in state["engines"]), plan.engines)
         return
     with Servers(say, STOP_TIMEOUT_S) as servers:
         started = _start(servers, plan, timeout_s)
         urls = tuple(engine.url for engine in started)
-        entries = entry_points(plan.engines)
+        entries, behind = entry_points(plan.engines), ()
         if plan.router is not None:
             router = servers.router(plan.router, urls, lambda router: router.knows(len(urls), plan.policy),
                                     port=plan.router_port)
-            entries = (EntryPoint(router.url), )
-        yield RunningArm(entries, tuple(engine.child.pid for engine in started))
+            entries, behind = (EntryPoint(router.url), ), tuple(map(EntryPoint, urls))
+        yield RunningArm(entries, behind, tuple(engine.child.pid for engine in started))
 
 
 def entry_points(engines: Sequence[EnginePlan]) -> tuple[EntryPoint, ...]:

@@ -66,7 +66,8 @@ class ServeRun:
     def _take_turn(self, arm: Arm, turn: int) -> None:
         where = f"round {turn + 1} of {self._bench.rounds}, {arm.name}"
         if arm.kind is ArmKind.GIVEN:
-            self._serve(arm, turn, RunningArm(tuple(map(EntryPoint, arm.urls))), f"at {', '.join(arm.urls)}")
+            ready = RunningArm(tuple(map(EntryPoint, arm.urls)), tuple(map(EntryPoint, arm.behind)))
+            self._serve(arm, turn, ready, f"at {', '.join(arm.urls)}")
             return
         plan: ArmPlan = plan_arm(arm, self._fleet)
         self._show(f"{where}: starting {plan.where}")
@@ -76,7 +77,8 @@ class ServeRun:
     def _serve(self, arm: Arm, turn: int, ready: RunningArm, where: str) -> None:
         """Sends all points of the round and adds what they were, up to the one that fails."""
         model = served_model(ready.entries[0].url)
-        asyncio.run(send_each(ready.entries, model, warm_up(self._shape, self._bench.warm_up), self._bench.token_ids))
+        asyncio.run(send_each((*ready.behind, *ready.entries), model, warm_up(self._shape, self._bench.warm_up),
+                              self._bench.token_ids))
         limits = SloLimits(self._bench.ttft_slo, self._bench.itl_slo)
         found: list[dict[str, Any]] = []
         for point in points(self._shape, turn, arm.with_long):

@@ -111,7 +111,8 @@ class ServeBench:
     export: Annotated[Path | None, Option("Only write the load as a ShareGPT file.")] = None
     ttft_slo: Annotated[float, Option("Goodput counts requests whose first token came within so many ms ...")] = 2000.0
     itl_slo: Annotated[float, Option("... and every further one within so many ms of the one before it.")] = 250.0
-    warm_up: Annotated[int, Option("How many short and how many long requests do not count.")] = 2
+    warm_up: Annotated[int, Option("How many short and how many long requests go to each engine that clients may ask, "
+                                   "before the load. They do not count.")] = 2
     compare: Annotated[str, Option("What must be the same from every arm: tokens, or text for engines that tell no "
                                    "token ids.")] = "tokens"
     port: Annotated[int, Option("Port of an arm's first engine or router, the others follow; 0: free ones.")] = 0

@@ -184,6 +184,7 @@ def _traced(shape: LoadShape, turn: int, value: float) -> list[RequestChain]:
 
 
 def warm_up(shape: LoadShape, count: int) -> list[LoadRequest]:
-    """Requests before the load, which do not count: `count` short ones and as many long ones."""
+    """Requests before the load, which do not count: `count` short ones, then as many long ones. If the kinds took
+    turns, a round robin over two engines would give each engine one kind only."""
     return [_request(shape, f"warm-up {number} {kind}", str(shape.seed), kind)
-            for number in range(count) for kind in PromptKind]
+            for kind in PromptKind for number in range(count)]
