@@ -10,10 +10,12 @@ at each token of it the next best one is less likely by MARGINS, in log-probabil
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import math
 import os
 import random
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ DRAWN_FOR_EACH = {"cuda": 3, "cpu": 1.2}  # prompts drawn for each that is still
 MOST_ROUNDS = 12
 VARIANT_PROMPTS = 20
 PAIR_S = 60.0  # how long the engines may take to find each other
+CUDA_NVCC = "/usr/local/cuda/bin/nvcc"
 RUNNER_LINES = ("Using V2 Model Runner", "Graph capturing finished")  # of each engine, V1
 
 
@@ -72,6 +75,7 @@ def check_flashinfer(run: PartRun) -> None:
     _require_gpu(run, "FlashInfer")
     v1 = prepare(run)
     require("flashinfer")
+    _require_kernels(v1)
     chosen = ("--attention-backend", "FLASHINFER") if v1 else ()
     environment = {"VLLM_KV_CACHE_LAYOUT": "HND"} | ({} if v1 else {"VLLM_ATTENTION_BACKEND": "FLASHINFER"})
     needs = {"layout": "kv-heads-first" if v1 else "heads-first"} | ({"engine": "FLASHINFER"} if v1 else {})
@@ -134,6 +138,24 @@ def prepare(run: PartRun) -> bool:
 def _require_gpu(run: PartRun, what: str) -> None:
     if run.settings.device == "cpu":
         raise PartSkipped(f"it is for a GPU: {what}")
+
+
+def _require_kernels(v1: bool) -> None:
+    """FlashInfer compiles its kernels when an engine needs them, unless a package has them. Raises PartSkipped."""
+    spec = importlib.util.find_spec("flashinfer")
+    compiled = Path(spec.origin).parent / "data" / "aot"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which(f"{home}/bin/nvcc") if home else shutil.which("nvcc") or shutil.which(CUDA_NVCC)
+    missing = [name for name, path in (("nvcc", nvcc), ("ninja", shutil.which("ninja"))) if path is None]
+    if missing and importlib.util.find_spec("flashinfer_jit_cache") is None and not compiled.exists():
+        raise PartSkipped(f"FlashInfer can't compile its kernels here: no {', no '.join(missing)}, and "
+                          "flashinfer-jit-cache is not installed")
+    if v1:
+        from vllm.utils.flashinfer import has_flashinfer
+
+        if not has_flashinfer():
+            raise PartSkipped("vLLM does not use this FlashInfer (has_flashinfer): it wants flashinfer-cubin, or nvcc "
+                              "and ninja")
 
 
 def engine_arguments(run: PartRun, v1: bool) -> tuple[str, ...]:

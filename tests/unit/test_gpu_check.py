@@ -2,8 +2,10 @@
 """scripts/gpu_check.py: budgets, verdicts and command lines, without a process."""
 import contextlib
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from _gpu_check import engines
@@ -132,6 +134,33 @@ def test_parts_with_engines_say_what_is_missing(run, monkeypatch):
     for check in (engines.check_b1, engines.check_runner, engines.check_flashinfer, engines.check_serve):
         with pytest.raises(PartSkipped, match="not installed here: no_such_module"):
             check(run)
+
+
+@pytest.mark.parametrize("there, v1, usable, said", [
+    ((), True, True, "no nvcc, no ninja, and flashinfer-jit-cache is not"), ((), False, True, "no nvcc, no ninja"),
+    (("bin/nvcc", ), True, True, "here: no ninja, and"), (("bin/ninja", ), True, True, "here: no nvcc, and"),
+    (("bin/nvcc", "bin/ninja"), True, True, ""), (("flashinfer_jit_cache.py", ), True, True, ""),
+    (("flashinfer/data/aot/kernel.so", ), True, True, ""),
+    (("flashinfer_jit_cache.py", ), True, False, "has_flashinfer.*flashinfer-cubin, or nvcc and ninja"),
+    (("flashinfer_jit_cache.py", ), False, False, ""),
+])
+def test_flashinfer_is_left_out_where_it_has_no_kernels(run, monkeypatch, tmp_path, there, v1, usable, said):
+    checked = []
+    for name in ("flashinfer/__init__.py", *there):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch(0o755)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "vllm.utils.flashinfer", SimpleNamespace(has_flashinfer=lambda: usable))
+    monkeypatch.setattr(engines, "prepare", lambda run: v1)
+    monkeypatch.setattr(engines, "check_pair", lambda *arguments: checked.append(arguments))
+    if said:
+        with pytest.raises(PartSkipped, match=said):
+            engines.check_flashinfer(run)
+    else:
+        engines.check_flashinfer(run)
+    assert bool(checked) == (not said)
 
 
 @pytest.fixture
