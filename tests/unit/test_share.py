@@ -236,6 +236,15 @@ def test_reading_ends_at_the_limit(trace):
     assert quietly(bench, max_tokens=20)["stopped_line"] is None
 
 
+def test_answers_count_for_the_limit(trace):
+    bench = trace(*({"prompt": [1, 2, 3], "answer": [4, 5, 6]} for _ in range(5)))
+    found = quietly(bench, max_tokens=14)
+    assert (found["requests"], found["prompt_tokens"], found["stopped_line"]) == (2, 6, 3), "all but an answer's last"
+    assert quietly(bench, max_tokens=25)["stopped_line"] is None
+    with pytest.raises(ConfigError, match="--max-tokens=4 .*in line 1, has 5 tokens with its answer"):
+        quietly(bench, max_tokens=4)
+
+
 def test_progress_is_shown(trace, monkeypatch):
     monkeypatch.setattr("vllm_pd.bench.share.measure.SHOW_EVERY_TOKENS", 4)
     shown = []

@@ -37,6 +37,7 @@ class TraceReader:
         self.answers = 0
         self.texts = 0  # requests that were not given as token ids
         self.prompt_tokens = 0
+        self.read_tokens = 0  # of prompts and answers
         self.repeated_tokens = 0
         self.stopped_line: int | None = None  # where --max-tokens ended the reading
         self.skipped: Counter[Skip] = Counter()
@@ -48,13 +49,13 @@ class TraceReader:
         bench = self._bench
         count = unit_count(bench.unit) if bench.tokenizer is None else tokenizer_count(bench.tokenizer)
         for line, request in self._requests(count):
-            if self.prompt_tokens + len(request.prompt) // TOKEN_BYTES > bench.max_tokens:
+            if self.read_tokens + len(request.computed) // TOKEN_BYTES > bench.max_tokens:
                 self.stopped_line = line
                 break
             self._add(request, line)
         if self.stopped_line is not None and not self.requests:
             raise ConfigError("--max-tokens", bench.max_tokens, "write more: the first prompt, in line "
-                              f"{self.stopped_line}, has {len(request.prompt) // TOKEN_BYTES} tokens")
+                              f"{self.stopped_line}, has {len(request.computed) // TOKEN_BYTES} tokens with its answer")
         if not self.requests:
             raise ConfigError("FILE", str(bench.file), f"nothing counts ({_listed(self.skipped) or 'it is empty'})"
                                                        ": give a file with prompts")
@@ -95,6 +96,7 @@ class TraceReader:
             self._show(f"line {line:,}: {self.requests:,} prompts, {self.prompt_tokens:,} tokens")
         self.requests += 1
         self.prompt_tokens += tokens
+        self.read_tokens += len(request.computed) // TOKEN_BYTES
         self.repeated_tokens += self.tree.add(request.prompt, line)
         self.names.add(chain(request.computed, self._bench.block_size, 0), tokens // self._bench.block_size)
 

@@ -35,8 +35,8 @@ class ShareBench:
     min_count: Annotated[int, Option("Only prefixes that at least so many prompts begin with.")] = 2
     min_tokens: Annotated[int, Option("Only prefixes of at least so many tokens.")] = 16
     prefixes: Annotated[int, Option("How many of them are listed.")] = 5
-    max_tokens: Annotated[int, Option("Read no further than this. It bounds the memory: 10 million take up to "
-                                      "640 MiB, and a tokenizer 520 MiB more.")] = 10_000_000
+    max_tokens: Annotated[int, Option("Read no more tokens of prompts and answers than this. It bounds the memory: 10 "
+                                      "million take up to 640 MiB, and a tokenizer 520 MiB more.")] = 10_000_000
 
     def checked(self) -> "ShareBench":
         """The settings with defaults filled in. Raises ConfigError for the first invalid one."""
