@@ -7,7 +7,7 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from tests.fakes.http_engine import FakeEngine
+from tests.fakes.http_engine import FakeEngine, _Handler
 from vllm_pd.admin.scrape import parse
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.handover import HandoverBench, HandoverSample, measure, report
@@ -120,6 +120,18 @@ def test_client_hears_every_token(chat, stream):
     assert len(answer.arrivals_s) == (4 if stream else 1)
     assert answer.ttft_s >= 0.05 and all(gap > 0 for gap in answer.gaps_s)
     assert answer.same_as(other) and not answer.same_as(different)
+
+
+@pytest.mark.parametrize("logprobs, said", [
+    ({"tokens": ["token_id:1", " the"]}, "' the': the server ignores return_tokens_as_token_ids.*--compare text"),
+    ({"tokens": ["7"]}, "'7': the server ignores"), (None, "no log-probabilities.*--compare text")])
+def test_b80_a_server_without_token_ids_is_named(monkeypatch, logprobs, said):
+    monkeypatch.setattr(_Handler, "_choice", lambda *_, **__: {"text": " the", "logprobs": logprobs})
+    with FakeEngine(first_s=0.0, gap_s=0.0) as engine:
+        for stream in (False, True):
+            with pytest.raises(LoadError, match=said):
+                ask(engine.url, "fake", GenerationRequest([1, 2, 3], 4, stream=stream))
+        assert ask(engine.url, "fake", GenerationRequest([1, 2, 3], 4, token_ids=False)).text == " the"
 
 
 def test_client_says_what_the_server_said():

@@ -18,6 +18,7 @@ from typing import Any
 from vllm_pd.bench.connection import ANSWER_TIMEOUT_S, HttpAnswer, LoadConnection, LoadError
 
 TOKEN_ID = "token_id:"
+CURE = "With `bench serve`, use --compare text"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def _read(request: GenerationRequest, answer: HttpAnswer, began_s: float) -> Gen
             if new_ids if request.token_ids else new_text or not request.chat:  # a chat begins with its role alone
                 arrivals_s.append(arrived_s - began_s)
     if not arrivals_s:
-        raise LoadError(f"{request.path}: an answer without a token")
+        missing = f" id, but with text: the server gives no log-probabilities. {CURE}" if text else ""
+        raise LoadError(f"{request.path}: an answer without a token{missing}")
     return GenerationAnswer(text, tuple(token_ids), finish_reason, usage, tuple(arrivals_s), answer.ended_s - began_s,
                             answer.headers)
 
@@ -125,7 +127,16 @@ def _content(choice: dict[str, Any], request: GenerationRequest) -> tuple[str, l
         text, tokens = said.get("content") or "", [entry["token"] for entry in logprobs.get("content") or ()]
     else:
         text, tokens = choice["text"], logprobs.get("tokens") or ()
-    return text, [int(token.removeprefix(TOKEN_ID)) for token in tokens] if request.token_ids else []
+    return text, [_token_id(token) for token in tokens] if request.token_ids else []
+
+
+def _token_id(token: str) -> int:
+    """The id of a token of the log-probabilities. Raises LoadError where the server has put the token's text there."""
+    number = token.removeprefix(TOKEN_ID)
+    if number == token or not number.isdecimal():
+        raise LoadError(f"no token ids came, but the token {token!r}: the server ignores return_tokens_as_token_ids. "
+                        f"{CURE}")
+    return int(number)
 
 
 def ask(url: str, model: str, request: GenerationRequest, timeout_s: float = ANSWER_TIMEOUT_S) -> GenerationAnswer:

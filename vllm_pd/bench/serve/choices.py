@@ -29,6 +29,8 @@ def check_load(load: LoadShape) -> None:
                       ("--conversations", load.conversations, 1), ("--turns", load.turns, 1),
                       ("--system-prompts", load.system_prompts, 1), ("--system-tokens", load.system_tokens, 1),
                       ("--pause-s", load.pause_s, 0)])
+    if not load.pause_s < math.inf:
+        raise ConfigError("--pause-s", load.pause_s, "write a number of seconds")
     for key, value in (("--duration-s", load.duration_s), ("--long-every-s", load.long_every_s)):
         if not 0 < value < math.inf:
             raise ConfigError(key, value, "write a number of seconds above 0")
