@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -273,6 +274,19 @@ def test_a_rank_in_the_engines_process_is_attached_as_any_other(config, rank):
     for connection in rank._server.rank.filenos():
         assert connection >= 0
     assert not transfer.close()
+
+
+def test_the_transfer_threads_leave_the_models_cores_before_anything_is_made(config, monkeypatch):
+    moved, made = [], []
+    place(monkeypatch)
+    monkeypatch.setattr(v1_worker, "leave_model_cores", lambda: moved.append(threading.current_thread().name))
+    one = RankWorker(config)
+    monkeypatch.setattr(one, "_attach", lambda *given: made.append(list(moved)) or RankWorker._attach(one, *given))
+    one.register_kv_caches(make_caches())
+    *_, transfer = attach_ranks(config, Role.BOTH, {(0, 0): one.handshake()})
+    transfer.close()
+    one.close()
+    assert made == [["vllm-pd-attach"]] and moved == ["vllm-pd-attach", "vllm-pd-transfer"]
 
 
 def serve(pipe: Connection, rank: int, folder: Path) -> None:

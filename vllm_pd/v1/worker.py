@@ -30,6 +30,7 @@ from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.liveness.process import local_member, parent_pid, this_process
 from vllm_pd.transfer.choice import NIXL, TransportChoice
+from vllm_pd.transfer.cores import leave_model_cores
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.gather import RankTransfers
@@ -38,7 +39,6 @@ from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
 from vllm_pd.transfer.ranks import RankedTransport
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
-from vllm_pd.transfer.thread import no_context
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v1.fingerprint import engine_name, fingerprint, total_kv_heads
@@ -79,7 +79,7 @@ class RankWorker:
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
         views = distinct_caches(kv_caches)
         description = self._describe(list(views.values()), stage)
-        enter = no_context
+        enter = leave_model_cores
         if description.memory is Memory.VRAM:
             import torch
             self._device = CudaDevice(torch.cuda)
