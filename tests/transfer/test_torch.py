@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
+from vllm_pd.transfer.torch_blocks import _PIECE_WORDS, BlockCopier
 from vllm_pd.transfer.torch_link import (
     DEFAULT_LIMITS,
     JOIN_BYTES,
@@ -285,6 +287,35 @@ def test_b29_no_more_connections_than_the_bound(rank):
     for each in connections:
         each.close()
     wait_for(lambda: d.transport.debug_state()["connections"] == 0)
+
+
+@pytest.mark.parametrize("words", [_PIECE_WORDS, _PIECE_WORDS + 1, 3 * _PIECE_WORDS + 8])
+def test_wide_lanes_are_copied_by_the_calling_thread_alone(words):
+    """torch starts threads of its own for each thread that copies more at once. The bytes keep their order."""
+    source, target = torch.arange(2 * 4 * words).view(2, 4, words), torch.zeros(2, 4, words, dtype=torch.int64)
+    cache = SimpleNamespace(num_blocks=4, block_stride_bytes=8 * words)
+    reads, writes = (BlockCopier([memory], [(lane.data_ptr(), 8 * words) for lane in memory], cache)
+                     for memory in (source, target))
+    ids, buffer = torch.tensor([3, 1]), torch.empty(2 * 2 * 8 * words, dtype=torch.uint8)
+    started = []
+
+    def copy() -> None:
+        threads = len(os.listdir("/proc/self/task"))
+        reads.gather(ids, buffer)
+        writes.scatter(ids, buffer)
+        started.append(len(os.listdir("/proc/self/task")) - threads)
+
+    allowed = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        thread = threading.Thread(target=copy)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(allowed)
+    same_bytes(torch.equal(buffer.view(torch.int64), source[:, ids].flatten()))
+    same_bytes(torch.equal(target[:, ids], source[:, ids]))
+    assert started == [0]
 
 
 def test_b29_strangers_that_hold_all_connections_keep_no_peer_out(rank):

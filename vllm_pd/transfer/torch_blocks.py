@@ -54,7 +54,7 @@ class BlockCopier:
 
     def _pieces(self, block_ids: torch.Tensor,
                 buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """(view of a lane, block ids, their part of the buffer), small enough for one thread."""
+        """(view of a lane or a part of it, block ids, their part of the buffer), small enough for one thread."""
         start, count = 0, len(block_ids)
         for view in self._views:
             words = view.shape[1]
@@ -62,7 +62,9 @@ class BlockCopier:
             part = buffer[start:end].view(view.dtype).view(count, words)
             rows = max(1, _PIECE_WORDS // words)
             for first in range(0, count, rows):
-                yield view, block_ids[first:first + rows], part[first:first + rows]
+                for start_word in range(0, words, _PIECE_WORDS):  # several in a wide lane, where `rows` is 1
+                    columns = slice(start_word, start_word + _PIECE_WORDS)
+                    yield view[:, columns], block_ids[first:first + rows], part[first:first + rows, columns]
             start = end
 
 
