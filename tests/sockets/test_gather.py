@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """B20, B21, B28: the ranks of one engine report over their own line, and end with their engine."""
 import collections
+import contextlib
 import os
 import pickle
+import resource
 import socket
 import subprocess
 import sys
@@ -24,7 +26,7 @@ from vllm_pd.transfer.gather import (
     RankProgress,
     encode_progress,
 )
-from vllm_pd.transfer.packets import LAST, MAX_MESSAGE_BYTES, PacketSocket
+from vllm_pd.transfer.packets import HOLD, LAST, MAX_MESSAGE_BYTES, PacketSocket
 from vllm_pd.transfer.rank import RankThread
 from vllm_pd.transfer.requests import Finished, Notice, PeerRefusal, TransferProgress, Write
 
@@ -280,6 +282,28 @@ def test_b20_a_rank_that_was_told_goodbye_lives_and_lets_go_of_what_it_held(chil
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, 60)
     assert running.poll() is None
+
+
+def test_b21_a_rank_that_cannot_hold_the_lifeline_ends(child):
+    """It has no file descriptor left, so the kernel drops the file."""
+    listener, running = child
+    gathered = GatheredTransfer(Transfers(), {1: listener.accept({running.pid})[running.pid]})
+    used = max(map(int, os.listdir(f"/proc/{running.pid}/fd")))
+    resource.prlimit(running.pid, resource.RLIMIT_NOFILE, (used + 1, used + 1))
+    with contextlib.suppress(ControlError):  # it has ended already
+        for _ in range(used + 2):  # the first ones fill the gaps
+            gathered.hold(0)
+    assert running.wait(60) == 1
+    gathered.close()
+
+
+def test_a_file_that_was_dropped_is_no_silent_loss(monkeypatch):
+    ours, theirs = (PacketSocket(one) for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    monkeypatch.setattr(socket, "recv_fds", lambda *_: (HOLD, [], socket.MSG_CTRUNC, None))
+    with pytest.raises(OSError, match="ulimit -n"):
+        ours.receive()
+    ours.close()
+    theirs.close()
 
 
 def test_b80_a_worker_that_does_not_come_is_named(child):

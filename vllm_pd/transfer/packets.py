@@ -9,6 +9,7 @@ dropped; it never ends the connection.
 from __future__ import annotations
 
 import collections
+import errno
 import select
 import socket
 import struct
@@ -78,7 +79,8 @@ class PacketSocket:
         self._connection.send(FAREWELL)
 
     def receive(self) -> list[bytes]:
-        """The messages that have arrived completely. Raises OSError if the connection has ended."""
+        """The messages that have arrived completely. Raises OSError if the connection has ended, or an open file was
+        lost because this process can't have more of them."""
         messages: list[bytes] = []
         for _ in range(PACKETS_PER_RECEIVE):
             try:
@@ -93,6 +95,8 @@ class PacketSocket:
                 if messages:
                     break
                 raise ConnectionError("the other end has closed the connection")
+            if packet[:1] == HOLD and not descriptors and flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, "no file descriptor is left for an open file that came: raise `ulimit -n`")
             self.held += descriptors
             self._add(packet, bool(flags & socket.MSG_TRUNC), messages)
         return messages

@@ -100,8 +100,8 @@ class RankThread:
         """Receive requests of the engine. Returns False after its farewell. Ends this process if the engine is gone."""
         try:
             messages = self._connection.receive()
-        except OSError:
-            logger.error("the engine of this rank is gone: the rank ends too")
+        except OSError as error:
+            logger.error("the connection to the engine of this rank has ended (%s): the rank ends too", error)
             if self._ends_with_engine:
                 os._exit(1)
             return False
