@@ -53,6 +53,18 @@ def test_b33_a_sender_makes_a_new_connection_in_one_poll(rank, peer):
         assert min(lasted_s[1:]) < MEET_S
 
 
+def test_b34_a_notice_without_data_is_polled_for(rank, peer):
+    """Without a thread NIXL sends it when the connection stands, which may come later, and only while it is polled."""
+    p = rank("p-tells", progress_thread=False)
+    p.worker.execute([AddTransferPeer(peer.name, peer.metadata)])
+    for blocks in ([], [1], []):
+        while p.worker.busy:
+            p.worker.take_progress()
+            time.sleep(0.001)
+        send(p, peer, "k", blocks, blocks)
+        assert finish(p, ["k"])["k"].ok and p.worker.settling == (not blocks)
+
+
 def cpu_s(pid):
     """CPU time of a process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
+from vllm_pd.transfer.ranks import RankedTransport
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,
@@ -22,6 +23,7 @@ from vllm_pd.transfer.requests import (
     TransferRequest,
     Write,
 )
+from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 from vllm_pd.transfer.transport import PeerMetadata
 from vllm_pd.transfer.worker import SETTLE_S, SETTLE_STEP_S, TransferWorker
 
@@ -269,6 +271,24 @@ def test_b34_a_new_peer_is_polled_for_while_its_connection_is_made():
         p.take_progress()
         polls += 1
     assert SETTLE_S <= (polls + 0.01) * SETTLE_STEP_S < SETTLE_S + 2 * SETTLE_STEP_S
+
+
+def test_b34_a_notice_that_nobody_sees_leave_is_polled_for(monkeypatch):
+    """Also if several ranks have a part of the write, where it is sent after the last of them."""
+    clock = Clock()
+    fabric = FakeFabric(0, NO_FAULTS, clock)
+    _, transport = member(fabric, "p", clock=clock)
+    poll = transport.poll
+    monkeypatch.setattr(transport, "poll", lambda: msgspec.structs.replace(poll(), unseen=clock.now_s == 1.0))
+    for each in (transport, RankedTransport(transport, 0, 1, 2), SlowTransport(transport, EmulatedWire(), 1, clock)):
+        p, clock.now_s = TransferWorker(each, clock=clock), 0.0
+        p.take_progress()
+        assert not p.busy
+        clock.now_s = 1.0
+        p.take_progress()
+        clock.now_s = 2.0
+        p.take_progress()
+        assert p.settling and p.busy
 
 
 def test_b34_an_engine_that_stands_still_has_polled_no_more_for_a_new_peer():

@@ -28,6 +28,8 @@ Measured on two cores without RDMA (UCX over CMA), with the consequences:
   while it polls. In between, the receiver's thread uses a whole core, which that engine lacks: for 0.2 s if the sender
   polls every 0.2 s, as between model steps. So the first poll after a new peer goes on for `MEET_S`, and the receiver
   spends 0.02 s.
+- A notice without data returns no handle. While the connection is being set up, one of a sender without a progress
+  thread leaves in a later poll only, and nothing says when. So the worker goes on polling for a while after one.
 
 What an error proves: nothing about the rest of the transfer. A transfer is many requests of UCX, one for each merged
 descriptor and one to flush them. NIXL (1.5, `nixlUcxBackendReqH::status`) reports the error of the last request, or of
@@ -111,6 +113,7 @@ class NixlTransport:
         self._agent: NixlAgent | None = NixlAgent(name, progress_thread)
         self.needs_polls = not progress_thread
         self._meeting = False  # whether a peer was added since the last poll
+        self._unseen = False  # whether a notice was sent without data since the last poll
         self._registered = self._agent.register([(address, size, description.device_id)
                                                  for address, size in regions(caches)], description.memory)
         self._metadata = PeerMetadata(name, self._agent.metadata(), description).encode()
@@ -174,6 +177,7 @@ class NixlTransport:
         if not (local and target.lanes):
             if notice:
                 agent.send_notice(peer, notice)
+                self._unseen = self.needs_polls
             self._finished.append(Finished(key=key, ok=True))
             return
         self._post(key, peer, local, remote, notice)
@@ -217,7 +221,8 @@ class NixlTransport:
                 os.sched_yield()  # the receiver may need this core to take part
                 notices += self._take_notices(self._agent)
         finished, self._finished = self._finished, []
-        return TransportProgress(finished=finished, notices=notices)
+        unseen, self._unseen = self._unseen, False
+        return TransportProgress(finished=finished, notices=notices, unseen=unseen)
 
     def live_handles(self) -> int:
         """See Transport."""

@@ -176,7 +176,7 @@ class RankedTransport:
                 split.errors.append(end.error)
             self._go_on(key)
         finished, self._finished = self._finished, []
-        return TransportProgress(finished=finished, notices=progress.notices)
+        return TransportProgress(finished=finished, notices=progress.notices, unseen=progress.unseen)
 
     def live_handles(self) -> int:
         """See Transport."""

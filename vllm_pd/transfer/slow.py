@@ -109,7 +109,7 @@ class SlowTransport:
             if error:
                 finished.append(Finished(key=key, ok=False, error=error))
         progress = self.transport.poll()
-        return TransportProgress([self._timed(end) for end in finished + progress.finished], progress.notices)
+        return msgspec.structs.replace(progress, finished=[self._timed(end) for end in finished + progress.finished])
 
     def live_handles(self) -> int:
         """See Transport."""

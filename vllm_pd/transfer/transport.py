@@ -85,9 +85,11 @@ def rank_name(engine: str, rank: int) -> str:
 
 
 class TransportProgress(msgspec.Struct):
-    """What has happened at a transport since the last poll."""
+    """What has happened at a transport since the last poll. `unseen`: a notice was sent without data. Nobody can see
+    whether it has left, so poll on for a while."""
     finished: list[Finished]
     notices: list[Notice]
+    unseen: bool = False
 
 
 class Transport(Protocol):

@@ -29,7 +29,7 @@ from vllm_pd.transfer.transport import Transport
 
 logger = logging.getLogger("vllm.pd")
 
-SETTLE_S = 0.5  # for how long to poll after a peer was added
+SETTLE_S = 0.5  # for how long to poll after a peer was added, or a notice was sent without data
 SETTLE_STEP_S = 0.02  # how much of that one poll uses up at most
 
 
@@ -43,7 +43,7 @@ class TransferWorker:
 
     Setting up a connection takes several rounds, and a sender takes part only while it polls. If it stops in between,
     UCX's thread at the receiver uses a whole core until the sender polls again. So this worker is `busy` for SETTLE_S
-    after a peer was added. Time without polls does not count.
+    after a peer was added, or a notice was sent whose end nobody sees. Time without polls does not count.
     """
 
     def __init__(self, transport: Transport, synchronize: Callable[[], None] = _nothing, rank: int = 0,
@@ -87,6 +87,8 @@ class TransferWorker:
             now = self._clock()
             self._unsettled_s -= min(now - self._polled_at, SETTLE_STEP_S)
             self._polled_at = now
+        if progress.unseen:
+            self._settle()
         finished, self._finished = self._finished + progress.finished, []
         refused, self._refused = self._refused, []
         for end in progress.finished:
@@ -112,7 +114,7 @@ class TransferWorker:
 
     @property
     def settling(self) -> bool:
-        """Whether the connection to a new peer may still need polls."""
+        """Whether the connection to a new peer, or a notice that was sent without data, may still need polls."""
         return self._unsettled_s > 0
 
     def live_handles(self) -> int:
@@ -158,4 +160,7 @@ class TransferWorker:
             logger.exception("unexpected error while peer %s was added", request.name)
             self._refused.append(PeerRefusal(peer=request.name, reason=repr(error)))
         else:
-            self._unsettled_s, self._polled_at = SETTLE_S, self._clock()
+            self._settle()
+
+    def _settle(self) -> None:
+        self._unsettled_s, self._polled_at = SETTLE_S, self._clock()
