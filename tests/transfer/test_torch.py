@@ -289,6 +289,26 @@ def test_b29_no_more_connections_than_the_bound(rank):
     wait_for(lambda: d.transport.debug_state()["connections"] == 0)
 
 
+def test_b29_a_sender_beyond_the_bound_learns_it(rank, monkeypatch, caplog):
+    monkeypatch.setattr("vllm_pd.transfer.torch_receiver.MAX_CONNECTIONS", 1)
+    first, second, d = rank("p-first"), rank("p-second"), rank("d-full")
+    for p, key in ((first, "k"), (second, "l"), (second, "m"), (first, "n")):
+        p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+        end = send(p, d, key, [1])
+        assert end.ok == (p is first) and (end.ok or "1 senders are connected to this rank" in end.error)
+    assert caplog.text.count("1 senders are connected") == 1, "it is logged once"
+
+
+def test_b23_a_connection_to_a_host_that_is_gone_ends_within_minutes():
+    ours, theirs = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    with ours, theirs:
+        control = ControlConnection(theirs, STALL_S)
+        idle_s, pause_s, probes = (theirs.getsockopt(socket.IPPROTO_TCP, option) for option in
+                                   (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT))
+        assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) and idle_s + pause_s * probes <= 120
+        control.close()
+
+
 @pytest.mark.parametrize("words", [_PIECE_WORDS, _PIECE_WORDS + 1, 3 * _PIECE_WORDS + 8])
 def test_wide_lanes_are_copied_by_the_calling_thread_alone(words):
     """torch starts threads of its own for each thread that copies more at once. The bytes keep their order."""

@@ -31,6 +31,8 @@ MAX_FRAME_BYTES = MAX_METADATA_BYTES + (1 << 16)
 MAX_UNPROVED_BYTES = 256 << 10
 JOIN_BYTES = 256  # more than what a Join has besides its metadata
 _LENGTH = struct.Struct(">I")
+# A connection to a host that is gone without a word ends after a minute. The kernel's own times add up to two hours.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 
 
 class LinkLimits(NamedTuple):
@@ -68,7 +70,7 @@ class Join(LinkFrame):
 
 
 class Joined(LinkFrame):
-    """The receiver's answer: its proof, or why the two don't fit."""
+    """The receiver's answer: its proof, or why the two don't fit. In place of a challenge: why it takes no sender."""
     proof: bytes = b""
     error: str = ""
 
@@ -119,6 +121,8 @@ class ControlConnection:
         self._stall_s = stall_s
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, frame: AnyFrame) -> None:
         """Send a frame. Raises OSError or TransferError."""

@@ -126,6 +126,7 @@ class WriteReceiver:
         self._lock = threading.Lock()
         self._connections: set[ControlConnection] = set()
         self._unproved: dict[ControlConnection, None] = {}  # of those: they have not proved that they know the token
+        self._has_refused = False  # whether a sender was refused because there were too many
         self._threads: list[threading.Thread] = []  # of connections; a few of them may have ended
         self._socket = socket.create_server((host, 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
@@ -184,15 +185,28 @@ class WriteReceiver:
                 oldest = next(iter(self._unproved))
                 oldest.abort()
                 self._forget(oldest)
-            if self._closing or len(self._connections) >= MAX_CONNECTIONS:
+            if self._closing:
                 sock.close()
                 return
             control = ControlConnection(sock, self._context.limits.stall_s)
+            if len(self._connections) >= MAX_CONNECTIONS:
+                self._refuse(control)
+                return
             thread = threading.Thread(target=self._serve, args=(control, ), name="vllm-pd-receive", daemon=True)
             thread.start()
             self._connections.add(control)
             self._unproved[control] = None
             self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+
+    def _refuse(self, control: ControlConnection) -> None:
+        """Tell a sender that there are too many, and close its connection."""
+        error = f"{MAX_CONNECTIONS} senders are connected to this rank, and it takes no more"
+        if not self._has_refused:
+            logger.error("the torch transport: %s", error)
+        self._has_refused = True
+        with contextlib.suppress(OSError):  # it has gone already
+            control.send(Joined(error=error))
+        control.close()
 
     def _serve(self, control: ControlConnection) -> None:
         """The thread of a connection. Ends with it."""

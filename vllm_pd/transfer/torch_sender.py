@@ -155,6 +155,8 @@ class PeerSender:
         self._control = control = ControlConnection(
             socket.create_connection((address.host, address.port), timeout=limits.join_s), limits.stall_s)
         nonce, challenge = os.urandom(32), control.receive(deadline_s, MAX_UNPROVED_BYTES)
+        if isinstance(challenge, Joined):
+            raise TransferError(f"the peer refuses the connection: {challenge.error}")
         if not isinstance(challenge, Challenge):
             raise TransferError("the peer does not begin with a challenge")
         control.send(Join(self._metadata, self._heads, nonce, prove(address.token, challenge.nonce, b"sender")))
