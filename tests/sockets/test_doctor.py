@@ -5,6 +5,7 @@ import base64
 import hashlib
 import socket
 from importlib import metadata
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -105,6 +106,24 @@ def test_native_checks_survive_a_crash():
     assert fact.startswith("BAD") and "-> cure" in cure
     missing = doctor.run_native("x", "import no_such_module", "cure")
     assert not missing.ok and "no_such_module" in missing.fact
+
+
+@pytest.mark.parametrize("version, words, missing", [
+    ("12.8", "nixl-cu12==1.5.1", "cu13"), ("13.0", "nixl-cu13==1.5.1", "cu12"),
+    (None, "nixl-cu12==1.5.1; beside CUDA 13", ""), ("14.1", "nixl-cu13 instead", ""),
+])
+def test_the_build_of_nixl_is_that_for_torchs_cuda(monkeypatch, tmp_path, version, words, missing):
+    (tmp_path / "version.py").write_text(f"from typing import Optional\ncuda: Optional[str] = {version!r}\n")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    monkeypatch.setattr(doctor, "CREATE_AGENT", "import no_such_module")
+    [finding] = doctor.check_nixl()
+    assert words in finding.cure and (not missing or missing not in finding.cure)
+
+
+def test_the_cuda_of_no_torch_is_unknown(monkeypatch, tmp_path):
+    for spec in (None, SimpleNamespace(origin=None), SimpleNamespace(origin=str(tmp_path / "__init__.py"))):
+        monkeypatch.setattr(doctor, "find_spec", lambda name, spec=spec: spec)
+        assert doctor.torch_cuda() is None
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -190,7 +191,22 @@ def check_wheel(program: str) -> Iterator[Finding]:
 
 def check_nixl() -> Iterator[Finding]:
     """A NIXL agent with the UCX back end can be created."""
-    yield run_native("nixl", CREATE_AGENT, "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1")
+    yield run_native("nixl", CREATE_AGENT, nixl_cure(torch_cuda()))
+
+
+def nixl_cure(cuda: str | None) -> str:
+    """How to install NIXL beside a torch that was built with this version of CUDA."""
+    major = (cuda or "").partition(".")[0]
+    if major in ("12", "13"):
+        return f"pip install --no-deps nixl==1.5.1 nixl-cu{major}==1.5.1"
+    return "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1; beside CUDA 13, nixl-cu13 instead of nixl-cu12"
+
+
+def torch_cuda() -> str | None:
+    """`torch.version.cuda` of the installed torch, which is not loaded for it. None: without torch or without CUDA."""
+    spec = find_spec("torch")
+    file = None if spec is None or spec.origin is None else Path(spec.origin).with_name("version.py")
+    return runpy.run_path(str(file)).get("cuda") if file is not None and file.is_file() else None
 
 
 def check_port(port: int) -> Iterator[Finding]:
