@@ -54,7 +54,7 @@ def offered(letters):
 
 def test_jobs_wait_in_order_for_room(registry):
     for number in range(3):
-        assert put(registry, number) == ([], m.PutReply(m.Attempt("d", "r", number), None, number + 1))
+        assert put(registry, number) == ([], m.PutReply(m.Attempt("d", "r", number), None, number + 1, True))
     assert offered(registry.receive(1.0, "p", m.Credit(2, 0))) == [("p", 0), ("p", 1)]
     assert registry.receive(1.0, "p", m.Credit(0, 2)) == [] and len(registry) == 1
     assert offered(registry.receive(1.0, "q", m.Credit(5, 0))) == [("q", 2)] and len(registry) == 0
@@ -133,8 +133,10 @@ def test_nobody_gets_its_own_job():
     registry.receive(0.0, "d", m.Credit(9, 0))
     assert put(registry, 1)[1].refusal is m.PutRefusal.NO_PEER
     registry.receive(0.0, "e", m.Register(member("e", m.Role.BOTH)))
+    assert put(registry, 1) == ([], m.PutReply(m.Attempt("d", "r", 1), None, 1, True))
     assert put(registry, 1) == ([], m.PutReply(m.Attempt("d", "r", 1), None, 1))
     assert offered(registry.receive(0.0, "e", m.Credit(1, 0))) == [("e", 1)]
+    assert put(registry, 1)[1].is_new, "it was taken, and D puts it again"
 
 
 def test_withdrawn_expired_and_orphaned_jobs_go(registry):
@@ -358,7 +360,7 @@ def test_b81_members_that_fit_into_no_frame_do_not_end_the_broker(monkeypatch, b
     raw.socket.send(codec.encode("d", m.Put(job(1))))
     while not isinstance(answer := raw.answer(), m.PutReply):
         pass
-    assert answer == m.PutReply(job(1).attempt, None, 1)
+    assert answer == m.PutReply(job(1).attempt, None, 1, True)
 
 
 def heard(registry, name):

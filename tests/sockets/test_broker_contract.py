@@ -257,6 +257,16 @@ def test_room_is_shared(pair, speaker):
     assert {p.offer(), p.offer(), q.offer(), q.offer()} == {0, 1, 2, 3}
 
 
+def test_b22_the_answer_says_whether_a_job_was_queued_before(pair):
+    d, p = pair
+    assert [d.put(1).is_new for _ in range(3)] == [True, False, False]
+    p.take(1)
+    assert p.offer() == 1
+    p.line.holding(frozenset())  # it has given the job up
+    p.register(http="http://127.0.0.1:2")  # by then that is known
+    assert d.put(1).is_new
+
+
 def long_job(d, number, beginning, tokens=1000):
     """One whose prompt has a beginning of so many tokens, the same for the same `beginning`, and some of its own."""
     token_ids = [*range(10_000 * beginning, 10_000 * beginning + tokens), *[number] * 24]

@@ -125,6 +125,15 @@ def test_sends_never_block_and_say_what_became_of_them(context):
     assert sockets.send(nobody, b"x") is SendResult.FULL
 
 
+def test_b22_idle_connections_are_kept_and_end_no_sooner_than_those_with_data(context):
+    """Without TCP_MAXRT: an open connection shows that a peer lives whose new connections a firewall refuses."""
+    server = sockets.server(context, "tcp://127.0.0.1:0")
+    for socket in (server, sockets.client(context, sockets.endpoint(server), only_connected=False)):
+        assert socket.getsockopt(zmq.TCP_KEEPALIVE) == 1 and 0 < socket.getsockopt(zmq.TCP_KEEPALIVE_IDLE) <= 60
+        ends_s = socket.getsockopt(zmq.TCP_KEEPALIVE_INTVL) * socket.getsockopt(zmq.TCP_KEEPALIVE_CNT)
+        assert ends_s >= 900 and socket.getsockopt(zmq.TCP_MAXRT) == 0
+
+
 def test_address_that_is_taken_or_none_raises(context):
     server = sockets.server(context, "tcp://127.0.0.1:0")
     with pytest.raises(zmq.ZMQError):

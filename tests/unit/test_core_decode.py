@@ -258,6 +258,22 @@ def test_unclaimed_job_is_put_again_until_its_deadline(side):
     assert_empty(side)
 
 
+def test_b22_a_job_that_is_taken_again_and_again_and_not_claimed_ends_before_its_deadline(side):
+    side.submit(0.0, attempt(1), TOKENS, [1, 2, 3], 0)
+    for _ in range(2):  # a broker that has lost its jobs has given them to nobody
+        side.requeue(0.0)
+        for number in range(LIMITS.max_unclaimed):
+            assert side.put_reply(2.0 * number, m.PutReply(attempt(1), None, 1, True)) == []
+            assert side.put_reply(2.0 * number, m.PutReply(attempt(1), None, 1)) == [], "it still waits"
+    fallback, withdraw, released = side.put_reply(10.0, m.PutReply(attempt(1), None, 1, True))
+    assert (fallback.reason, fallback.outcome, fallback.peer) == (FallbackReason.PEER, AttemptEnd.FAILED, "")
+    assert withdraw == ToBroker(m.Withdraw(attempt(1))) and released == Released(attempt(1))
+    # a claim that is late is denied
+    (deny,) = side.receive(10.1, "p", m.Claim(attempt(1), 1))
+    assert deny.message == m.Deny(attempt(1), 1, m.DenyReason.UNKNOWN)
+    assert_empty(side)
+
+
 def test_b26_no_broker_at_submit(side):
     side.broker_is(0.0, False)
     fallback, released = side.submit(0.0, attempt(1), TOKENS, [1, 2, 3], 0)

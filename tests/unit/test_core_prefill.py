@@ -152,6 +152,25 @@ def test_b20_jobs_that_may_land_take_no_place_of_other_jobs(side):
     assert m.Attempt("d", "r", 999) in side.states() and not side.dropped
 
 
+@pytest.mark.parametrize("is_met", [True, False])
+def test_b22_jobs_of_a_d_that_does_not_answer_take_no_place(stranger, is_met):
+    stranger.members_are(0.0, [D])
+    if is_met:
+        stranger.receive(0.0, "d", m.HelloReply(D, b"memory"))
+    stranger.offer(0.0, job(1))
+    for tenth in range(51):
+        stranger.handle_timeout(tenth / 10)
+    assert stranger.states() == {}
+    assert stranger.offer(5.1, job(1)) == [] and stranger.dropped["offer_silent_peer"] == 1
+    assert stranger.states() == {} and stranger.waiting_tokens() == []
+    hellos = [action for second in range(6, 10) for action in stranger.handle_timeout(float(second))]
+    assert hellos == [Connect("d", D.address), ToDecode("d", stranger.hello)] * 4, "it is greeted until it answers"
+    stranger.receive(10.0, "d", m.HelloReply(D, b"memory"))
+    assert stranger.handle_timeout(11.0) == []
+    (claim,) = stranger.offer(11.0, job(1))
+    assert isinstance(claim.message, m.Claim)
+
+
 def test_b42_refused_once_and_not_asked_again(stranger):
     stranger.offer(0.0, job())
     assert stranger.receive(0.1, "d", m.Refused("dtype", "float32", "bfloat16")) == [Disconnect("d")]
@@ -164,15 +183,17 @@ def test_b42_refused_once_and_not_asked_again(stranger):
 
 def test_claims_are_repeated_then_given_up_with_a_word(side):
     side.offer(0.0, job())
-    says = [action.message for tenth in range(1, 60) for action in side.handle_timeout(tenth / 10)]
-    assert says[:-1] == [m.Claim(ONE, 1, 1)] * 9
-    assert says[-1] == m.Failed(ONE, 1, says[-1].reason)  # D may have granted it
+    *claims, failed, connect, hello = [action for tenth in range(1, 51) for action in side.handle_timeout(tenth / 10)]
+    assert [claim.message for claim in claims] == [m.Claim(ONE, 1, 1)] * 9
+    assert failed.message == m.Failed(ONE, 1, failed.message.reason)  # D may have granted it
+    assert (connect, hello) == (Connect("d", D.address), ToDecode("d", side.hello))
     assert side.receive(6.0, "d", grant()) == [] and side.dropped["grant_unknown"] == 1
 
 
 def test_a_new_claim_never_takes_the_grant_of_an_older_one(side):
     side.offer(0.0, job())
     side.handle_timeout(5.5)
+    side.receive(5.9, "d", m.HelloReply(D, b"memory"))
     (claim,) = side.offer(6.0, job())
     assert claim.message == m.Claim(ONE, 2, 1)
     assert side.receive(6.0, "d", grant(claim=1)) == [] and side.states() == {ONE: JobState.CLAIMING}

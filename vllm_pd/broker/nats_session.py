@@ -207,37 +207,40 @@ class NatsSession:
 
     async def _put(self, job: m.Job) -> None:
         fitting = self._fitting(job, self._member) if self._member is not None else []
+        is_new = False
         if self._member is None:
             refusal = m.PutRefusal.UNREGISTERED
         elif not fitting:
             refusal = m.PutRefusal.NO_PEER
         else:
             preferred = self._preference.prefer(time.monotonic(), job, fitting)
-            refusal = await self._publish(msgspec.structs.replace(job, prefer=preferred))
-        self._report(m.PutReply(job.attempt, refusal, self._queue_length))
+            refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred))
+        self._report(m.PutReply(job.attempt, refusal, self._queue_length, is_new))
 
     def _fitting(self, job: m.Job, owner: m.Member) -> list[m.Member]:
         """Everybody who may do that job of the owner's."""
         return [member for member in self._directory.members() if may_take(member, job, owner)]
 
-    async def _publish(self, job: m.Job) -> m.PutRefusal | None:
+    async def _publish(self, job: m.Job) -> tuple[m.PutRefusal | None, bool]:
+        """Also returns whether the job was neither waiting nor at an engine before."""
         frame = codec.encode(self._incarnation, m.Put(job))
         if len(frame) > self._store.max_bytes:
             self._counters["job_too_large"] += 1
-            return m.PutRefusal.FULL
+            return m.PutRefusal.FULL, False
         try:
             number = await self._store.put_job(self._group, job, frame)
-            if number is None:
+            is_new = number is not None
+            if not is_new:
                 number = await self._replace(job, frame)
         except Full:
-            return m.PutRefusal.FULL
+            return m.PutRefusal.FULL, False
         if number is not None:
             self._queue_length += 1
             self._numbers[job.attempt] = number
             self._numbers.move_to_end(job.attempt)
             if len(self._numbers) > MAX_NUMBERS:
                 self._numbers.popitem(last=False)
-        return None
+        return None, is_new
 
     async def _replace(self, job: m.Job, frame: bytes) -> int | None:
         """The job is queued already. It keeps its place if no engine has got it; else the one that did has not claimed

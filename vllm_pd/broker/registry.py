@@ -154,11 +154,12 @@ class Registry:
             self.counters["foreign"] += 1
             return []
         refusal = self._refusal(sender, job)
-        if refusal is None and not self._is_queued(attempt):
+        is_new = refusal is None and not self._is_queued(attempt)
+        if is_new:
             self._jobs[attempt] = (job, now + job.deadline_s)
             self._tokens += len(job.token_ids)
         offers = self._offers(now)
-        return [*offers, (sender, m.PutReply(attempt, refusal, len(self)))]
+        return [*offers, (sender, m.PutReply(attempt, refusal, len(self), is_new))]
 
     def _refusal(self, sender: str, job: m.Job) -> m.PutRefusal | None:
         if sender not in self._entries:

@@ -273,7 +273,7 @@ class PeerProtocol:
                    == (job.attempt.incarnation, job.address) for member in self._cluster.members()):
             return "the registry has no such decode engine at that address"
         self._do(self._prefill.offer(self._clock(), job))
-        return "" if job.attempt in self._prefill.states() else "this engine has too many jobs, or the two don't fit"
+        return "" if job.attempt in self._prefill.states() else "it has too many jobs, or the two don't fit or meet"
 
     @_locked
     def may_write(self, attempt: m.Attempt) -> bool:
@@ -691,6 +691,8 @@ class PeerProtocol:
             self._credits.offered(message.serial)
             if self.member.role.prefills:
                 self._do(self._prefill.offer(now, message.job))
+            if message.job.attempt not in self._prefill.states():
+                self._credits.send_again()  # it takes no place here: the broker need not wait for the next heartbeat
 
     def _leave_if_drained(self) -> None:
         """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""

@@ -56,6 +56,7 @@ class DecodeLimits(msgspec.Struct, frozen=True):
     lease_s: float = 30.0
     deadline_s: float = 120.0
     claim_retry_s: float = 2.0
+    max_unclaimed: int = 5  # so often a job may be taken from the queue and not be claimed
     ttl_s: float = 5.0
     cancel_retry_max_s: float = 10.0
     max_peers: int = 1024
@@ -77,6 +78,7 @@ class _Record:
         self.fenced = False
         self.given_up = False  # by P, whose writes may land until P or this engine has ended
         self.submitted = self.deadline = self.next_put = 0.0
+        self.times_queued = 0  # by the present broker; each time but the last, a P has taken it and has not claimed it
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
         self.peers_lost_at: float | None = None
         self.peer = ""
@@ -198,6 +200,10 @@ class DecodeProtocol:
             return self._end(now, record, AttemptEnd.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
         if reply.refusal is not None:  # a broker that has just started has no members yet
             record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
+        record.times_queued += reply.is_new
+        if record.times_queued > self.limits.max_unclaimed:
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.PEER,
+                             f"it was offered {self.limits.max_unclaimed} times, and no claim has come")
         return []
 
     def put_failed(self, now: float, attempt: m.Attempt) -> list[Action]:
@@ -231,6 +237,7 @@ class DecodeProtocol:
         actions: list[Action] = []
         for record in list(self._records.values()):
             if record.state is AttemptState.QUEUED:
+                record.times_queued = 0
                 actions += self._put(now, record)
         return actions
 

@@ -386,10 +386,12 @@ class Put(WireMessage):
 
 
 class PutReply(WireMessage):
-    """`refusal` is None where the job is in the queue."""
+    """`refusal` is None where the job is in the queue. `is_new`: it was not there before. A broker of an older release
+    does not say so."""
     attempt: Attempt
     refusal: PutRefusal | None
     queue_length: Count
+    is_new: bool = False
 
 
 class Withdraw(WireMessage):

@@ -4,7 +4,8 @@
 Life of one: the registry or a job names it, and it is greeted (GREETED) until its reply makes it a peer (PEER), or
 until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write there,
 and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again. A peer that our
-transport could not add is UNADDED for a while, and is then dropped and greeted again.
+transport could not add is UNADDED for a while, and is then dropped and greeted again. One that does not answer any more
+keeps its state, and is greeted until a message of it comes.
 """
 from enum import Enum
 
@@ -46,6 +47,7 @@ class Peer:
         self.missing_since: float | None = None
         self.problem = ""  # why our transport could not add it, at the last try
         self.wanted = False  # the registry or a job named it while it was leaving
+        self.unanswered = False  # it has not answered in time, and no message of it has come since
 
 
 class Peering:
@@ -123,6 +125,19 @@ class Peering:
         peer.state, peer.problem = PeerState.UNADDED, reason
         peer.next_hello = now + self.limits.add_retry_s
 
+    def not_answered(self, now: float, incarnation: str) -> None:
+        """This peer has not answered in time. Until `heard` it gets Hellos, and no job of it may wait here."""
+        peer = self._peers.get(incarnation)
+        if peer is not None and not peer.unanswered:
+            peer.unanswered = True
+            if peer.state is PeerState.PEER:
+                peer.next_hello = now
+
+    def heard(self, now: float, peer: Peer) -> None:
+        """A message of it has come."""
+        peer.last_heard = now
+        peer.unanswered = False
+
     # Going.
 
     def refuse(self, peer: Peer) -> list[Action]:
@@ -179,7 +194,7 @@ class Peering:
     def _due(self, peer: Peer) -> float:
         if peer.state is PeerState.LEAVING:
             return _NEVER
-        is_tried = peer.state in (PeerState.GREETED, PeerState.UNADDED)
+        is_tried = peer.unanswered or peer.state in (PeerState.GREETED, PeerState.UNADDED)
         return min(peer.next_hello if is_tried else _NEVER, self._missed_at(peer))
 
     def _missed_at(self, peer: Peer) -> float:

@@ -179,6 +179,8 @@ class PrefillProtocol:
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
             return self._drop("offer_refused_peer")
+        if peer.unanswered:  # its jobs would take the places of others' jobs, and would never be claimed
+            return self._drop("offer_silent_peer")
         record = self._jobs[attempt] = _OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
         if peer.state in (PeerState.PEER, PeerState.UNADDED) or attempt.incarnation in self.parted:
@@ -195,7 +197,7 @@ class PrefillProtocol:
         peer = self._peering.find(sender)
         if handler is None or peer is None:
             return self._drop("unexpected" if handler is None else "unknown_peer")
-        peer.last_heard = now
+        self._peering.heard(now, peer)
         return handler(now, sender, message)
 
     def peer_unadded(self, now: float, incarnation: str, reason: str = "") -> None:
@@ -459,11 +461,13 @@ class PrefillProtocol:
             if now >= job.peering_until:
                 self._forget(job.attempt)
                 self.counters["peering_timeout"] += 1
+                self._peering.not_answered(now, job.attempt.incarnation)
                 return []
             return self._claim(now, job)
         if job.state is JobState.CLAIMING:
             if now >= job.claimed_at + self.limits.claim_wait_s:
                 self.counters["claim_timeout"] += 1
+                self._peering.not_answered(now, job.attempt.incarnation)
                 return self.failed(now, job.attempt, "the claim was not answered in time")
             job.next_claim = now + self.limits.claim_retry_s
             return self._to_decode(job, self._claim_of(job))

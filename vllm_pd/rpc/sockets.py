@@ -20,6 +20,11 @@ HIGH_WATER_MESSAGES = 1000
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 500
 HANDSHAKE_MS = 2000
+# Firewalls and NAT forget a connection that is idle for minutes. The probes keep it in their tables. They end one that
+# is not answered no sooner than Linux ends one with unacknowledged data (tcp_retries2), and TCP_MAXRT is not set: where
+# a firewall refuses new connections in a peer's place, the open one shows that the peer lives (`liveness.rules`).
+KEEPALIVE_S = 30
+KEEPALIVE_PROBES = 30
 
 
 class SendResult(Enum):
@@ -47,6 +52,10 @@ def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
     return socket
 
 

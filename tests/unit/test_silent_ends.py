@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B22: what becomes of prompts while a prefill engine and a decode engine can't reach each other any more,
+and of those of everybody else. The real protocols and registry, in virtual time."""
+import collections
+import statistics
+
+import pytest
+
+from vllm_pd.broker.registry import QueueLimits, Registry
+from vllm_pd.config import PDConfig
+from vllm_pd.control.protocol import MessageSource, PeerProtocol
+from vllm_pd.core import messages as m
+from vllm_pd.core.actions import Cancelled, Fallback, FallbackReason, Prefill, Prefilled, ToBroker, ToDecode, ToPrefill
+from vllm_pd.core.decode import DecodeLimits
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+TICK_S = 0.1
+PREFILL_S = 0.5
+ROOM = 8  # jobs
+ROLES = {"p": (m.Role.PREFILL, "kv_producer"), "d": (m.Role.DECODE, "kv_consumer"), "e": (m.Role.DECODE, "kv_consumer")}
+
+
+class Fleet:
+    """One prefill engine, p, and two decode engines. `cut`: nothing goes between p and these. `hangs`: p's engine looks
+    for nothing and computes nothing; its protocol lives."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.registry = Registry("b", QueueLimits())
+        self.nodes = {
+            name: PeerProtocol(PDConfig.parse(role, {"broker": "tcp://127.0.0.1:9"}),
+                               m.Member(name, kind, "tcp://127.0.0.1:1", FINGERPRINT), b"memory", lambda: self.now)
+            for name, (kind, role) in ROLES.items()}
+        self.cut: set[str] = set()
+        self.hangs = False
+        self.submitted: dict[m.Attempt, float] = {}
+        self.ends: dict[m.Attempt, Prefilled | Fallback] = {}
+        self.waits: dict[str, list[float]] = collections.defaultdict(list)
+        self.running: dict[m.Attempt, float] = {}
+        self.runs(1.5)
+
+    def submit(self, name):
+        attempt = self.nodes[name].next_attempt("r")
+        self.submitted[attempt] = self.now
+        self.nodes[name].submit(attempt, list(range(2000)), list(range(125)), 0)
+        return attempt
+
+    def runs(self, seconds, **every):
+        """Let time pass. Meanwhile each of these decode engines gets a prompt every so many seconds."""
+        due = dict.fromkeys(every, self.now)
+        until = self.now + seconds
+        while self.now < until:
+            for name, period in every.items():
+                if self.now >= due[name]:
+                    due[name] += period
+                    self.submit(name)
+            self._tick()
+            self.now = round(self.now + TICK_S, 3)
+
+    def _tick(self):
+        self._deliver(self.registry.handle_timeout(self.now))
+        for node in self.nodes.values():
+            node.handle_timeout()
+        if not self.hangs:
+            self._step()
+        moved = True
+        while moved:
+            moved = False
+            for name, node in self.nodes.items():
+                while (action := node.poll_transmit()) is not None:
+                    moved = True
+                    self._carry(name, action)
+        for name in ("d", "e"):
+            for event in iter(self.nodes[name].poll_event, None):
+                if isinstance(event, (Prefilled, Fallback)):
+                    assert event.attempt not in self.ends
+                    self.ends[event.attempt] = event
+                    self.waits[name].append(self.now - self.submitted[event.attempt])
+
+    def _carry(self, name, action):
+        if isinstance(action, ToBroker):
+            self._deliver(self.registry.receive(self.now, name, action.message))
+        elif isinstance(action, ToDecode) and action.peer not in self.cut:
+            self.nodes[action.peer].receive(MessageSource.PREFILL, name, action.message)
+        elif isinstance(action, ToPrefill) and name not in self.cut:
+            self.nodes[action.peer].receive(MessageSource.DECODE, name, action.message)
+
+    def _deliver(self, letters):
+        for to, message in letters:
+            self.nodes[to].receive(MessageSource.BROKER, "b", message)
+
+    def _step(self):
+        p = self.nodes["p"]
+        for event in iter(p.poll_event, None):
+            if isinstance(event, Prefill):
+                self.running[event.attempt] = self.now + PREFILL_S
+            elif isinstance(event, Cancelled):
+                del self.running[event.attempt]
+                p.ended(event.attempt)
+        for attempt in [attempt for attempt, until in self.running.items() if self.now >= until]:
+            del self.running[attempt]
+            if p.may_write(attempt):
+                p.sent(attempt, m.Timings())
+                self.nodes[attempt.incarnation].arrived(attempt, 0)
+            else:
+                p.failed(attempt, "the lease is over")
+        p.set_credits(ROOM - len(self.running), 2000 * len(self.running))
+
+    def reasons(self, since):
+        """Of the prompts that came since then and have ended: why, None for those that were prefilled."""
+        return [getattr(end, "reason", None) for attempt, end in self.ends.items() if self.submitted[attempt] >= since]
+
+
+@pytest.fixture
+def fleet():
+    fleet = Fleet()
+    fleet.runs(1.0, d=0.5, e=0.5)
+    fleet.runs(1.0)
+    assert fleet.reasons(0.0) == [None] * 4
+    fleet.waits.clear()
+    return fleet
+
+
+def test_b22_jobs_that_can_not_be_claimed_end_soon_and_keep_no_place_from_others(fleet):
+    cut_at = fleet.now
+    fleet.cut = {"d"}
+    fleet.runs(20.0, d=0.5, e=2.0)
+    fleet.runs(40.0, e=2.0)
+    limits = DecodeLimits()
+    bound = limits.max_unclaimed * limits.claim_retry_s + TICK_S
+    assert len(fleet.waits["d"]) == 40 and max(fleet.waits["d"]) <= bound < limits.lease_s
+    assert collections.Counter(fleet.reasons(cut_at)) == {None: 30, FallbackReason.PEER: 40}
+    assert statistics.median(fleet.waits["e"]) < 1.0 and max(fleet.waits["e"]) < 6.0
+    assert not fleet.nodes["p"].open_attempts() and not fleet.nodes["d"].open_attempts()
+    # they meet again without anybody's help
+    fleet.cut.clear()
+    fleet.runs(1.0)
+    healed_at = fleet.now
+    fleet.runs(5.0, d=0.5)
+    fleet.runs(1.0)
+    assert fleet.reasons(healed_at) == [None] * 10
+
+
+def test_b22_granted_jobs_of_a_d_that_is_cut_off_end_with_the_lease(fleet):
+    attempt = fleet.submit("d")
+    fleet._tick()
+    fleet.cut = {"d"}
+    fleet.hangs = True  # so that it is not computed at once
+    fleet.runs(DecodeLimits().lease_s + 2 * TICK_S)
+    assert fleet.ends[attempt].reason is FallbackReason.LEASE
