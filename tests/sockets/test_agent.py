@@ -337,7 +337,7 @@ def test_leases_are_renewed_while_work_goes_on(broker, engine):
         clock.ahead_s += 0.4 * settings.lease_s
         for one in (decode, prefill):
             wait_for(lambda one=one: one.state_of(attempt)["lease_until"] - clock() > 0.7 * settings.lease_s)
-        assert prefill.protocol.may_write(attempt)
+        assert prefill.protocol.may_write(attempt) and take_events(prefill) == []
     assert take_events(decode) == []
 
 

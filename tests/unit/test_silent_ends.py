@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B22: what becomes of prompts while a prefill engine and a decode engine can't reach each other any more,
-and of those of everybody else. The real protocols and registry, in virtual time."""
+"""B22: what becomes of prompts while a prefill engine and a decode engine can't reach each other any more, or while a
+prefill engine's step loop hangs, and of those of everybody else. The real protocols and registry, in virtual time."""
 import collections
 import statistics
 
@@ -9,6 +9,7 @@ import pytest
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import MessageSource, PeerProtocol
+from vllm_pd.control.step_watch import HUNG_S, StepWatch
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Cancelled, Fallback, FallbackReason, Prefill, Prefilled, ToBroker, ToDecode, ToPrefill
 from vllm_pd.core.decode import DecodeLimits
@@ -148,3 +149,59 @@ def test_b22_granted_jobs_of_a_d_that_is_cut_off_end_with_the_lease(fleet):
     fleet.hangs = True  # so that it is not computed at once
     fleet.runs(DecodeLimits().lease_s + 2 * TICK_S)
     assert fleet.ends[attempt].reason is FallbackReason.LEASE
+
+
+def test_b22_nobody_waits_for_an_engine_that_hangs(fleet):
+    fleet.hangs = True
+    first = fleet.submit("d")
+    fleet.runs(HUNG_S + 2.0, e=10.0)
+    assert [one.incarnation for one in fleet.registry.members() if one.draining] == ["p"]
+    late = fleet.submit("e")
+    fleet.runs(DecodeLimits().lease_s + 2.0)
+    assert fleet.ends[first].reason is FallbackReason.LEASE
+    assert fleet.ends[late].reason is FallbackReason.PEER
+    assert max(fleet.waits["e"]) < HUNG_S + DecodeLimits().lease_s + 1.0
+    assert first in fleet.nodes["d"].open_attempts(), "its fence is up"
+    # it goes on: P's word takes the fences down, and it is offered jobs again
+    fleet.hangs = False
+    fleet._step()
+    assert not fleet.nodes["p"].state.hangs
+    fleet.runs(12.0)
+    assert not any(node.open_attempts() for node in fleet.nodes.values())
+    assert fleet.ends.keys() == fleet.submitted.keys()
+    again_at = fleet.now
+    fleet.runs(2.0, d=1.0, e=1.0)
+    fleet.runs(1.0)
+    assert fleet.reasons(again_at) == [None] * 4
+
+
+def test_b22_an_engine_that_sleeps_beside_its_job_is_woken_and_its_lease_renewed(fleet):
+    p, attempt = fleet.nodes["p"], fleet.submit("d")
+    fleet.runs(3 * TICK_S)
+    assert attempt in fleet.running
+    fleet.hangs = True  # it does not look, until it is woken
+    p.announce()
+    for _ in range(3):
+        fleet.runs(HUNG_S / 2 - 1.0)
+        assert not p.announce()
+        fleet.runs(2.0)
+        assert p.announce() and p.poll_event() is None
+    assert not p.state.hangs and attempt not in fleet.ends and p.lease_stands(attempt)
+
+
+def test_b22_an_engine_in_a_long_step_or_asleep_does_not_hang():
+    watch = StepWatch()
+    for second in range(200):  # nothing is open, it sleeps
+        assert not watch.check(float(second), False) and not watch.hangs
+    watch.asked()
+    assert not watch.check(1000.0, True) and not watch.check(1029.0, True)
+    assert watch.check(1030.0, True) and not watch.check(1031.0, True), "woken once: it may sleep beside a long write"
+    watch.asked()
+    for second in range(1031, 1061):
+        assert not watch.check(float(second), True) and not watch.hangs
+    # this process was stopped: it is woken first
+    assert watch.check(5000.0, True) and not watch.hangs
+    assert not watch.check(5029.0, True) and not watch.hangs
+    assert not watch.check(5030.0, True) and watch.hangs
+    watch.asked()
+    assert not watch.hangs

@@ -23,6 +23,7 @@ from vllm_pd.control.degraded import Cause, Degraded
 from vllm_pd.control.own_jobs import OwnJobs, PrefillLoads
 from vllm_pd.control.posted_jobs import PostedJobs
 from vllm_pd.control.state import EngineState
+from vllm_pd.control.step_watch import HUNG_S, StepWatch
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
     EVENTS,
@@ -113,6 +114,7 @@ class PeerProtocol:
         self._announced = True
         self._last_number = -1
         self._shut_detail = ""
+        self._steps = StepWatch()
         self._decode.broker_is(clock(), False)
 
     @_locked
@@ -380,6 +382,9 @@ class PeerProtocol:
     def poll_event(self) -> Event | None:
         """The next event for the engine; None where there is none. An engine that was woken polls until None."""
         self._announced = True
+        self._steps.asked()
+        if self.state.hangs:
+            self._set_hanging(False)
         if not self._events:
             return None
         event = self._events.popleft()
@@ -571,6 +576,7 @@ class PeerProtocol:
         """Do what is due. May be called at any time."""
         now = self._clock()
         self._leave_if_drained()
+        self._check_steps(now)
         self._heartbeat(now)
         self._check_broker(now)
         listed = [member.incarnation for member in self._cluster.members()] if self._parted else ()
@@ -705,6 +711,24 @@ class PeerProtocol:
             self._outbox.append(ToBroker(m.Leave()))
             logger.info("drained: nothing is open any more")
 
+    def _check_steps(self, now: float) -> None:
+        """Notice a prefill engine whose step loop hangs: its leases would be renewed for ever. A decode engine that
+        nobody steps for long may be one without a loop of its own."""
+        if self._steps.check(now, self.member.role.prefills and bool(self._events or self.jobs())):
+            self._announced = False
+        if self._steps.hangs is not self.state.hangs:
+            self._set_hanging(self._steps.hangs)
+
+    def _set_hanging(self, hangs: bool) -> None:
+        if hangs:
+            logger.error("the step loop of this engine has not looked for events for %.0f s: it takes no jobs, and "
+                         "leases are not renewed, until it does", HUNG_S)
+        else:
+            logger.warning("the step loop of this engine goes on")
+        self.state.hangs = hangs
+        self._prefill.renews = not hangs
+        self._state_changed()
+
     def _heartbeat(self, now: float) -> None:
         cluster = self._cluster
         if self._credits.failed:
@@ -744,7 +768,9 @@ class PeerProtocol:
             self.wake()
 
     def _why_no_jobs(self) -> str:
-        return "drains" if self.state.draining else "is paused" if self.state.paused else "only decodes"
+        state = self.state
+        return ("drains" if state.draining else "is paused" if state.paused else "hangs" if state.hangs
+                else "only decodes")
 
     def _new_credit(self) -> m.Credit | None:
         """What the broker should know and does not."""

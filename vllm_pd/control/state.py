@@ -20,6 +20,7 @@ class EngineState:
         self.draining = False
         self.left = False
         self.paused = False
+        self.hangs = False  # its step loop, see `StepWatch`
         self.has_other_weights = False  # than those of its fingerprint
         self.listed_as_draining = False
         self.http = member.http
@@ -28,7 +29,7 @@ class EngineState:
     @property
     def takes_jobs(self) -> bool:
         """Whether others may send prefills here."""
-        return self.role.prefills and not self.draining and not self.paused
+        return self.role.prefills and not self.draining and not self.paused and not self.hangs
 
     @property
     def hands_over(self) -> bool:
@@ -37,9 +38,11 @@ class EngineState:
 
     def entry(self) -> m.Member:
         """The entry for the registry. A prefill engine that is paused is listed as draining until it goes on: the
-        prompts of others do not wait for it. Any other engine has clients, which may wait."""
+        prompts of others do not wait for it. Any other engine has clients, which may wait. One that hangs serves
+        nobody: listed as draining is any that would take jobs."""
         paused = self.paused and self.role is m.Role.PREFILL
-        return msgspec.structs.replace(self.member(), draining=self.draining or paused)
+        hangs = self.hangs and self.role.prefills
+        return msgspec.structs.replace(self.member(), draining=self.draining or paused or hangs)
 
     def member(self) -> m.Member:
         """This engine at this moment."""

@@ -92,6 +92,7 @@ class PrefillProtocol:
         self.holds = Holds(limits.holds, self.dropped)
         self.hello = m.Hello(member, transfer_metadata)
         self._peering = Peering(self.hello, limits, self.dropped)
+        self.renews = True  # False: the engine does not answer, so the leases of its jobs are to end
         self._claims = 0
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.HelloReply: self._on_hello_reply,
@@ -453,7 +454,7 @@ class PrefillProtocol:
         if job.state is JobState.CLAIMING:
             return min(job.next_claim, job.claimed_at + self.limits.claim_wait_s)
         if job.state is JobState.RUNNING:
-            return min(job.lease_until, job.next_renew)
+            return min(job.lease_until, job.next_renew) if self.renews else job.lease_until
         return _NEVER
 
     def _on_due(self, now: float, job: _OfferedJob) -> list[Action]:
