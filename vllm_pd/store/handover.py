@@ -23,8 +23,8 @@ from vllm.v1.request import RequestStatus
 
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.fence import BlockFence
+from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.v1.binding import EngineHandover
-from vllm_pd.v1.prefill import PrefixLookups
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -26,6 +26,7 @@ from vllm_pd.core import job_order
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.fence import BlockFence
+from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.handover.progress import Progress
 from vllm_pd.metrics import PDMetrics
@@ -36,27 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_pd.v1.engine_access import EngineAccess
-
-
-class PrefixLookups(NamedTuple):
-    """Look-ups in the prefix cache, and at a peer: how many, of how many tokens, with how many hits."""
-    requests: int = 0
-    queries: int = 0
-    hits: int = 0
-    peer_queries: int = 0
-    peer_hits: int = 0
-
-    def __add__(self, other: PrefixLookups) -> PrefixLookups:
-        return PrefixLookups(*map(sum, zip(self, other, strict=True)))
-
-    def take_out_of(self, stats: SchedulerStats) -> None:
-        """V1 has counted these in `stats`: count them no more."""
-        for found, queries, hits in ((stats.prefix_cache_stats, self.queries, self.hits),
-                                     (stats.connector_prefix_cache_stats, self.peer_queries, self.peer_hits)):
-            if found is not None and found.requests:  # it counts none where prefix caching is off
-                found.requests -= self.requests
-                found.queries -= queries
-                found.hits -= hits
 
 
 class StepShare(NamedTuple):
