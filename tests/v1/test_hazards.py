@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine, answer
-from vllm_pd.core.actions import FallbackReason, Prefilled, Released
+from vllm_pd.core.actions import Cancelled, FallbackReason, Prefilled, Released
 from vllm_pd.core.messages import Timings
 from vllm_pd.v1.binding import FENCES_S
 
@@ -248,6 +248,54 @@ def test_b9_hazard_12_also_within_the_step_that_computes_it(engine):
     assert "a" in output.num_scheduled_tokens and engine.status("b") is RequestStatus.WAITING
     while "b" not in {one.request_id for one in engine.protocol.jobs}:
         engine.turn()
+    engine.prefilled("b")
+    end(engine)
+
+
+@pytest.mark.parametrize("of_peer", [False, True])
+def test_b9_hazard_12_also_when_the_request_has_ended_that_computes_it(engine, of_peer):
+    if engine.in_flight < 2:
+        return  # nothing ends between a step and its output
+    shared = prompt(5 * BLOCK_SIZE)
+    engine.protocol.peers = 0
+    if of_peer:
+        job = engine.job(shared + [1] * 10)
+    else:
+        engine.add("a", shared + [1] * 10)
+    engine.schedule()
+    engine.protocol.peers = 1
+    if of_peer:
+        engine.tell(Cancelled(job))
+    else:
+        engine.abort("a")
+    engine.add("b", shared + [2] * 60)
+    engine.schedule()
+    assert engine.status("b") is RequestStatus.WAITING, "its hit is not in memory yet"
+    engine.process()
+    engine.schedule()
+    assert engine.status("b") is PARKED and engine.protocol.jobs[engine.attempt("b")][2] == 5
+    engine.prefilled("b")
+    end(engine)
+
+
+def test_b20_a_prompt_with_a_prefix_hit_is_parked_although_others_end_in_each_step(engine):
+    """B20: other requests that end while a step computes them say nothing about this hit, which is in memory."""
+    shared = prompt(5 * BLOCK_SIZE)
+    engine.protocol.peers = 0
+    engine.add("a", shared + [1] * 10)
+    engine.run()
+    engine.protocol.peers = 1
+    for number in range(10):
+        short = [number, *range(7)]
+        *_, last = answer(short, 3)
+        engine.add(f"{number}_short", short, 3, params=SamplingParams(max_tokens=50, temperature=0, ignore_eos=True,
+                                                                      stop_token_ids=[last]))
+        if number == 6:
+            engine.add("b", shared + [2] * 60)
+        engine.turn()
+        if engine.config.scheduler_config.async_scheduling and number > 5:
+            assert engine.scheduler.deferred_frees, "the next step of one that has ended is in flight"
+    assert engine.status("b") is PARKED
     engine.prefilled("b")
     end(engine)
 

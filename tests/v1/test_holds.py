@@ -380,6 +380,21 @@ def test_b102_b9_a_twin_waits_and_its_hold_is_not_wanted(reader):
     assert ("drop_hold", other) in reader.protocol.calls
 
 
+def test_b102_what_is_held_is_read_while_a_step_computes_its_prefix_hit(reader):
+    """No peer reads that hit, so nobody waits for it."""
+    shared = prompt(5 * BLOCK_SIZE)
+    for name, tail, params in (("a", [1] * 10, {"pd": "local"}), ("b", [2] * 60, hold_params(HOLD))):
+        reader.add(name, shared + tail, params=SamplingParams(
+            max_tokens=4, temperature=0, ignore_eos=True, extra_args={"kv_transfer_params": params}))
+    output = reader.schedule()
+    assert "a" in output.num_scheduled_tokens and reader.status("b") is PARKED
+    (attempt, ) = reader.protocol.claimed
+    assert reader.protocol.jobs[attempt][2] == 5
+    fill(reader, read(reader, attempt), shared + [2] * 60)
+    reader.tell(Prefilled(attempt, Timings()))
+    finish(reader)
+
+
 @pytest.mark.parametrize("spoil, reason", [
     ("unknown", "threshold"), ("here", "asked"), ("cached", "threshold"), ("short", "threshold"), ("full", "cap"),
     ("feature", "threshold"), ("waits", None)])

@@ -106,6 +106,7 @@ class EngineHandover(HandoverEngine):
     def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
         """The request has ended and still has its blocks. Returns what its answer says of those that are held."""
         params = None
+        self.remote_prefills.note_ended(request)
         if self._is_internal(request):
             self._guard(self.prefill_jobs.finished, request, block_ids, self._progress)
             self._transmit()

@@ -18,7 +18,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
-from vllm_pd.core.policy import AskedPlace, Decision
+from vllm_pd.core.policy import AskedPlace, Decision, Reason
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.metrics import PDMetrics
@@ -47,6 +47,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._by_id: dict[str, Attempt] = {}
         self._matched: dict[str, tuple[Decision, int]] = {}  # by request id: the last decision and its prefix hit
         self._first_tokens: weakref.WeakKeyDictionary[Request, float] = weakref.WeakKeyDictionary()
+        self._ended: list[Request] = []  # as they were at their end, while a step in flight still computes them
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
         """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all, or 0. None: ask again
@@ -57,7 +58,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         decision = self.decide(request, cached_tokens)
         if decision is None:
             return 0
-        if decision.remote and not self._is_computed(request, cached_tokens):
+        if self._awaits_hit(request, cached_tokens, decision):
             return None
         self._matched[request.request_id] = decision, cached_tokens
         return request.num_prompt_tokens - cached_tokens if decision.remote else 0
@@ -109,6 +110,11 @@ class ParkedRequests(DecodeHandover["Request"]):
             if request.num_output_tokens and request not in self._first_tokens:
                 self._first_tokens[request] = time.time()
 
+    def note_ended(self, request: Request) -> None:
+        """Any request has ended, peers' jobs included. V1 preempts none that a step in flight computes."""
+        self._ended = [one for one in (*self._ended, request)
+                       if one.last_sched_seq > self._scheduler.processed_step_seq]
+
     def _has_parked_twin(self, request: Request) -> bool:
         """Whether a peer prefills the same blocks for another request. That one's are this one's prefix hit later: so
         go the samples of a request with n > 1, which are requests of their own in V1."""
@@ -117,19 +123,18 @@ class ParkedRequests(DecodeHandover["Request"]):
                     and any(len(twin.block_hashes) == len(hashes) and twin.block_hashes[-1] == hashes[-1]
                             for twin in self._by_attempt.values()))
 
-    def _is_computed(self, request: Request, cached_tokens: int) -> bool:
-        """Whether the KV of the prefix hit is in memory, for a peer to read. V1 hashes a block when the step that fills
-        it is scheduled, and several steps may be in flight."""
-        if not cached_tokens:
-            return True
-        if self._scheduler.deferred_frees:  # of ended requests, whose steps are in flight
+    def _awaits_hit(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
+        """Whether a peer may read the prefix hit, and its KV is not in memory yet. V1 hashes a block when the step that
+        fills it is scheduled, and several steps may be in flight, also when the request has ended meanwhile."""
+        if not cached_tokens or not decision.remote or decision.reason is Reason.HELD:
             return False
         size, hashes = self._capacity.block_size, request.block_hashes
-        for other in self._scheduler.running:
+        ended = (one for one in self._ended if one.last_sched_seq > self._scheduler.processed_step_seq)
+        for other in (*self._scheduler.running, *ended):
             final = (other.num_computed_tokens - other.num_in_flight_tokens) // size
             if final < cached_tokens // size and other.block_hashes[final:final + 1] == hashes[final:final + 1]:
-                return False  # a block's hash is that of all tokens up to it
-        return True
+                return True  # a block's hash is that of all tokens up to it
+        return False
 
     def _parked(self) -> Mapping[Attempt, Request]:
         return self._by_attempt
