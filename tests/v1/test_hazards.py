@@ -426,6 +426,34 @@ def test_b90_samples_of_one_prompt_share_its_prefill(engine):
     assert len(engine.protocol.jobs) == 1
 
 
+def test_b90_samples_share_it_also_where_no_more_can_be_parked(model_folder, in_flight):
+    engine, one = Engine(model_folder, in_flight, max_parked_fraction=7 / 64), prompt(100)
+    for sample in range(3):
+        engine.add(f"{sample}_a", one)
+    engine.run()
+    assert engine.status("0_a") is PARKED and not engine.tokens_computed
+    engine.prefilled("0_a")
+    end(engine)
+
+
+@pytest.mark.parametrize("cached_blocks, threshold, peers", [(4, 3 * BLOCK_SIZE, 2), (6, BLOCK_SIZE, 2), (6, 1, 0)])
+def test_b20_a_prompt_that_is_cached_here_waits_for_no_peer_that_computes_an_equal_one(
+        model_folder, in_flight, cached_blocks, threshold, peers):
+    """B20: neither for the last block, nor for so little that no peer would be asked for it."""
+    engine = Engine(model_folder, in_flight, threshold=threshold)
+    parked(engine)
+    engine.protocol.peers = 0
+    engine.add("b", engine.prompts["a"][:cached_blocks * BLOCK_SIZE] + [1] * 40)
+    engine.run()
+    engine.protocol.peers = peers
+    engine.add("c", engine.prompts["a"])
+    engine.run()
+    assert set(engine.ended) == {"b", "c"} and len(engine.protocol.jobs) == 1
+    assert engine.cached["c"] == cached_blocks * BLOCK_SIZE
+    engine.prefilled("a")
+    end(engine)
+
+
 def test_b97_a_clients_cached_tokens_are_its_prefix_hit(engine):
     one = prompt(5 * BLOCK_SIZE)
     engine.add("a", one + [1] * 40)

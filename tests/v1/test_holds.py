@@ -380,6 +380,20 @@ def test_b102_b9_a_twin_waits_and_its_hold_is_not_wanted(reader):
     assert ("drop_hold", other) in reader.protocol.calls
 
 
+def test_b102_b20_a_twin_that_waits_for_a_job_does_not_delay_what_is_held(reader):
+    tokens = prompt(6 * BLOCK_SIZE + 3)
+    add(reader, "a", tokens, {"pd": "remote"})
+    add(reader, "twin", tokens, hold_params(HOLD))
+    assert reader.status("a") is PARKED and [one.request_id for one in reader.protocol.claimed] == ["twin"]
+    (attempt, ) = reader.protocol.claimed
+    fill(reader, read(reader, attempt), tokens)
+    reader.tell(Prefilled(attempt, Timings()))
+    reader.run()
+    assert set(reader.ended) == {"twin"}
+    reader.prefilled("a")
+    finish(reader)
+
+
 def test_b102_what_is_held_is_read_while_a_step_computes_its_prefix_hit(reader):
     """No peer reads that hit, so nobody waits for it."""
     shared = prompt(5 * BLOCK_SIZE)

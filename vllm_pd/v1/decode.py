@@ -18,7 +18,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.control.protocol import PeerProtocol
 from vllm_pd.core.measured import StepSpeed
 from vllm_pd.core.messages import Attempt
-from vllm_pd.core.policy import AskedPlace, Decision, Reason
+from vllm_pd.core.policy import Decision, Reason
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.metrics import PDMetrics
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_NO_PEER = (Reason.TTFT, Reason.BROKER, Reason.PEER, Reason.QUEUE, Reason.CAP)  # no peer can do it, or not soon
 
 
 class ParkedRequests(DecodeHandover["Request"]):
@@ -53,12 +54,10 @@ class ParkedRequests(DecodeHandover["Request"]):
         """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all, or 0. None: ask again
         with the next step. May be asked any number of times."""
         self._matched.pop(request.request_id, None)
-        if self._asked(request) is not AskedPlace.LOCAL and self._has_parked_twin(request):
-            return None
         decision = self.decide(request, cached_tokens)
         if decision is None:
             return 0
-        if self._awaits_hit(request, cached_tokens, decision):
+        if self._awaits_twin(request, cached_tokens, decision) or self._awaits_hit(request, cached_tokens, decision):
             return None
         self._matched[request.request_id] = decision, cached_tokens
         return request.num_prompt_tokens - cached_tokens if decision.remote else 0
@@ -115,13 +114,16 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._ended = [one for one in (*self._ended, request)
                        if one.last_sched_seq > self._scheduler.processed_step_seq]
 
-    def _has_parked_twin(self, request: Request) -> bool:
-        """Whether a peer prefills the same blocks for another request. That one's are this one's prefix hit later: so
-        go the samples of a request with n > 1, which are requests of their own in V1."""
-        hashes = request.block_hashes
+    def _awaits_twin(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
+        """Whether a peer prefills blocks for another request that are this one's prefix hit later: so go the samples of
+        a request with n > 1, which are requests of their own in V1. No prompt waits that is to stay here anyway, or of
+        which only the last block is missing; one that is held waits only while another reads what is held."""
+        hashes, is_held = request.block_hashes, decision.reason is Reason.HELD
         return bool(self._caching and hashes and not request.num_output_tokens
+                    and (decision.remote or decision.reason in _NO_PEER)
+                    and request.num_prompt_tokens - cached_tokens > self._capacity.block_size
                     and any(len(twin.block_hashes) == len(hashes) and twin.block_hashes[-1] == hashes[-1]
-                            for twin in self._by_attempt.values()))
+                            and (not is_held or self._hold(twin) is not None) for twin in self._by_attempt.values()))
 
     def _awaits_hit(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
         """Whether a peer may read the prefix hit, and its KV is not in memory yet. V1 hashes a block when the step that
