@@ -97,6 +97,25 @@ def test_b97_a_job_is_batched_with_clients_and_seen_by_none(engine):
     assert set(engine.outputs) == {"a"}
 
 
+def test_b97_v1s_waiting_figures_do_not_count_jobs(model_folder, in_flight):
+    """B97: not those that read their prefix from a peer. A client's parked prompt counts."""
+    engine = Engine(model_folder, in_flight, prefix_reads="always")
+
+    def waiting() -> tuple[int, int, int]:
+        stats = engine.scheduler.make_stats()
+        fetching = stats.num_kv_fetch_reqs_by_stage
+        assert fetching["waiting_to_start"] == fetching["completed_waiting"] == 0
+        return stats.num_waiting_reqs, stats.num_skipped_waiting_reqs, fetching["in_progress"]
+
+    engine.job(prompt(100), 3)
+    engine.turn()
+    assert [one.status for one in engine.scheduler.requests.values()] == [RequestStatus.WAITING_FOR_REMOTE_KVS]
+    assert waiting() == (0, 0, 0)
+    engine.add("a", prompt(100))
+    engine.turn()
+    assert waiting() == (0, 1, 1)
+
+
 def test_b97_v1s_prefix_figures_do_not_count_jobs(engine):
     """B97: neither those of the prefix cache nor those of what came from a peer."""
     one, other, seen, make = prompt(100), prompt(101), [], engine.scheduler.make_stats

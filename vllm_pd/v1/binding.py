@@ -250,10 +250,14 @@ class EngineHandover(HandoverEngine):
         if self.prefill_jobs is None:
             return
         if self.prefill_jobs.has_requests_here:
-            deferred = self._scheduler.deferred_waiting  # which V1 does not count
-            stats.num_running_reqs -= sum(map(self._is_internal, self._scheduler.running))
-            stats.num_waiting_reqs -= sum(self._is_internal(request) for request in self._scheduler.waiting
-                                          if request not in deferred)
+            scheduler = self._scheduler
+            running, deferred, waiting = (sum(map(self._is_internal, requests)) for requests in (
+                scheduler.running, scheduler.deferred_waiting, (*scheduler.waiting, *scheduler.kv_holding_waiting)))
+            stats.num_running_reqs -= running
+            stats.num_skipped_waiting_reqs -= deferred
+            stats.num_waiting_reqs -= waiting - deferred
+            for request, stage in scheduler._kv_fetch_stages.items():
+                stats.num_kv_fetch_reqs_by_stage[stage] -= self._is_internal(request)
         self.prefill_jobs.take_lookups_out_of(stats)
 
     def pause_changed(self, state: PauseState) -> None:

@@ -40,6 +40,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.finished_req_ids", "a step must carry these to the workers"),
         Required("Scheduler.finished_req_ids_dict", "ids of our own requests are taken out of it"),
         Required("Scheduler.processed_step_seq", "whether a step in flight may still write an ended request's blocks"),
+        Required("Scheduler._kv_fetch_stages", "our own requests are taken out of these figures"),
         Required("Scheduler.ec_connector", "an engine that waits for encoder outputs does not sleep"),
         Required("Scheduler.get_request_counts", "the load that is reported", takes=()),
         Required("Scheduler.get_kv_connector", "finds our connector in an engine", takes=()),
