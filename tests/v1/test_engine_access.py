@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real loops of EngineCoreProc and DPEngineCoreProc over simulated memory: sleeping, waking, waves, shutdown."""
 import collections
+import contextlib
 import queue
 import threading
 import time
@@ -152,6 +153,21 @@ def test_b94_a_parked_request_costs_no_step_and_its_word_wakes_the_engine(loop):
     loop.stop()
     loop.engine.check_answers()
     loop.engine.check_at_rest()
+
+
+def test_v1s_watchdog_does_not_count_a_wait_within_a_step(model_folder, monkeypatch):
+    calls, core = [], make_core(EngineCoreProc, Engine(model_folder))
+
+    @contextlib.contextmanager
+    def disable():
+        calls.append("off")
+        core.input_queue.put((EngineCoreRequestType.WAKEUP, None))  # without it the wait would not end
+        yield
+        calls.append("on")
+
+    monkeypatch.setattr("vllm_pd.v1.engine_access.get_watch_dog", lambda: SimpleNamespace(disable=disable))
+    EngineAccess(core).await_input()
+    assert calls == ["off", "on"]
 
 
 def test_hazard_9_no_word_is_lost_between_the_look_and_the_sleep(loop):

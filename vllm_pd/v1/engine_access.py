@@ -6,6 +6,7 @@ whose connector is ours passes itself on before its first step; any other engine
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -16,6 +17,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
+
+try:
+    from vllm.utils.watch_dog import get_watch_dog  # of 0.33
+except ImportError:
+    get_watch_dog = None
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
@@ -80,7 +86,6 @@ class EngineAccess:
             return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         self._due = when
         if when is not None:
             self._timer = threading.Timer(max(0.0, when - time.monotonic()), self.wake)
@@ -105,7 +110,8 @@ class EngineAccess:
                 or engine.shutdown_state is EngineShutdownState.REQUESTED):
             return
         inputs = engine.input_queue
-        with inputs.not_empty:  # what wakes a sleeping engine wakes this one: all of it goes through that queue
+        with (contextlib.nullcontext() if get_watch_dog is None else get_watch_dog().disable(),
+              inputs.not_empty):  # what wakes a sleeping engine wakes this one: all of it goes through that queue
             inputs.not_empty.wait_for(lambda: inputs.queue or self._woken.is_set())
 
     @property
