@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum, auto
 
 import aiohttp
@@ -55,6 +55,7 @@ class FaultyEngine:
         self.survives = False  # what kills others
         self.params: object = None  # `kv_transfer_params` of its whole answers, if it is a prefill engine
         self.refuses = Fault.NONE  # what a request with "refuse me" in it gets
+        self.generated: Iterator[int] | None = None  # on /metrics; at its end 404; None: silent if `sick` is HANG
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.probes = 0
@@ -100,6 +101,8 @@ class FaultyEngine:
         probe = target == "/health_generate" or b'"prompt":"a"' in body
         if target == "/v1/models":
             return whole(writer, 200, {"data": self.cards or [{"id": self.model, "root": "none", "parent": None}]})
+        if target == "/metrics":
+            return await self._metrics(reader, writer)
         if target == "/pd/events" and self.notices:
             return whole(writer, *(self.notices.pop(0) if len(self.notices) > 1 else self.notices[0]))
         if target == "/health_generate" and not self.generate_route or target.startswith("/pd/"):
@@ -183,6 +186,16 @@ class FaultyEngine:
                 return False
         chunk(writer, b"data: [DONE]\n\n")
         return chunk(writer, b"")
+
+    async def _metrics(self, reader, writer) -> bool:
+        if self.generated is None and self.sick is Fault.HANG:
+            return await self._stay_silent(reader)
+        tokens = next(self.generated or iter(()), None)
+        if tokens is None:
+            return whole(writer, 404, {})
+        body = f'vllm:generation_tokens_total{{engine="0"}} {tokens}.0\n'
+        writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        return True
 
     async def _stay_silent(self, reader) -> bool:
         await gone(reader, 60)

@@ -306,12 +306,60 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
 
 
 async def test_b63_events_alone_save_no_worker_for_ever():
-    async with serving(1, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, [engine]):
+    """It is out after four periods; what is open there ends with `timeout_s`."""
+    async with serving(1, probe_interval_s=0.1, probe_timeout_s=0.1, timeout_s=1.0) as (served, [engine]):
         load = itertools.count()
         served.router.subscriptions.progress_of = lambda url: WorkerProgress(0, (next(load), ))
         engine.fault = engine.sick = Fault.HANG
-        assert (await asyncio.wait_for(served.ask(), 50)).status == 503
-        assert served.worker(engine).state.value == "down"
+        asked = asyncio.create_task(served.ask())
+        await served.until(lambda: served.worker(engine).state.value == "down")
+        assert served.worker(engine).in_flight
+        assert (await asyncio.wait_for(asked, 50)).status == 503
+        assert "timeout" in served.worker(engine).problem
+
+
+async def answers_of_a_long_queue(served, engines):
+    """Each comes in one piece, later than a probe may wait for its token."""
+    for engine in engines:
+        engine.sick, engine.gap_s = Fault.HANG, 0.8
+    asked = asyncio.gather(*(served.ask() for _ in range(4)))
+    await served.until(lambda: served.router.workers.counts() == {"down": 2})
+    assert [answer.status for answer in await asked] == [200] * 4
+    assert sum(len(engine.asked) for engine in engines) == 4, "each went to one worker only"
+
+
+async def test_b63_a_worker_that_computes_is_taken_out_and_keeps_its_requests():
+    async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, engines):
+        batches = itertools.count()
+        served.router.subscriptions.progress_of = lambda url: WorkerProgress(next(batches))
+        await answers_of_a_long_queue(served, engines)
+
+
+@pytest.mark.parametrize("generated", [itertools.count(), iter(())], ids=["metrics", "nothing"])
+async def test_b63_a_worker_without_events_keeps_its_requests_too(generated):
+    """Its /metrics shows that it computes, or it tells nothing at all."""
+    async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, engines):
+        for engine in engines:
+            engine.generated = generated
+        await answers_of_a_long_queue(served, engines)
+
+
+async def test_b63_a_wedged_engine_behind_a_server_that_answers_loses_its_requests():
+    async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.1) as (served, engines):
+        engines[0].generated = itertools.repeat(7)
+        engines[0].fault = engines[0].sick = Fault.HANG
+        answers = await asyncio.wait_for(asyncio.gather(*(served.ask() for _ in range(2))), 50)
+        assert [answer.json["from"] for answer in answers] == [engines[1].port] * 2
+        assert len(engines[0].asked) == 1
+
+
+async def test_b63_what_a_wedged_worker_that_tells_nothing_has_goes_elsewhere_in_the_end():
+    async with serving(2, probe_interval_s=0.1, probe_timeout_s=0.1, timeout_s=0.6) as (served, engines):
+        engines[0].generated = iter(())
+        engines[0].fault = engines[0].sick = Fault.HANG
+        answers = await asyncio.wait_for(asyncio.gather(*(served.ask() for _ in range(2))), 50)
+        assert [answer.json["from"] for answer in answers] == [engines[1].port] * 2
+        assert len(engines[0].asked) == 1
 
 
 def test_progress_is_what_changed_and_is_known():
@@ -325,13 +373,16 @@ async def test_a_probe_whose_time_ends_while_it_is_looked_after_is_left_alone():
     loop, problems = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: problems.append(context))
     worker = SimpleNamespace(url="u", heard_s=0.0, now=loop.time)
+    async def read_counters(worker, within_s):
+        return []
+
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01) as limit:
-            watch = _ProbeDeadline(worker, limit, 10.0, lambda url: WorkerProgress(), lambda url, outcome: None)
-            loop.call_later(0.01, watch._check)  # in the turn in which the limit ends it
-            time.sleep(0.02)
+            watch = _ProbeDeadline(worker, limit, 0.01, lambda url: WorkerProgress(), read_counters, None)
+            await asyncio.sleep(0.006)
+            time.sleep(0.02)  # so that the limit and the period end in the same turn
             await asyncio.sleep(1)
-    watch.cancel()
+    await watch._task
     assert not problems
 
 

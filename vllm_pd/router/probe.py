@@ -7,16 +7,19 @@ doubles from probe to probe. A worker that passes its probes but fails requests 
 time. `RouterWorker.probe_soon` has a worker probed at once that stays up meanwhile.
 
 Timeout: a probe waits in the engine's queue. Without a token after `probe_timeout_s` it fails, unless the worker's
-requests, events or load show that it computes; then it waits on, at most `MAX_PERIODS` times as long.
+requests, events, load or /metrics show that it computes; then it waits on, at most `MAX_PERIODS` times as long.
 
 Failure: the worker is taken out. Requests to which nothing has come for `probe_timeout_s` are interrupted, because a
-hung engine keeps its connections open. They are not where the worker has only refused the probe (status 429 or 503).
+hung engine keeps its connections open. They are not where the worker has only refused the probe (status 429 or 503),
+where it computed until the end, or where it tells nothing of itself: then its queue may only be long, and another
+engine would not be faster. `timeout_s` and `stream_timeout_s` end these requests if it hangs all the same.
 """
 import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
 from typing import Any
 
 import aiohttp
@@ -36,6 +39,8 @@ MAX_STRIKE_S = 2.0
 MODELS_PERIOD_S = 30.0  # between two readings of the models of a worker that is not probed
 MODELS_TIMEOUT_S = 2.0
 MAX_PERIODS = 4
+COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total", b"vllm:kv_cache_usage_perc",
+            b"vllm:gpu_cache_usage_perc")  # of /metrics: they change while an engine computes, and only then
 _ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0}
 
 
@@ -138,23 +143,25 @@ class GenerationProbes:
         return 0.0 if worker.probe_due else worker.heard_s + self._options.probe_interval_s - worker.now()
 
     async def _probe(self, worker: RouterWorker) -> None:
-        began_s, refused = worker.now(), False
+        began_s, spares = worker.now(), False
         worker.probe_due = False
         try:
             async with asyncio.timeout(MAX_PERIODS * self._options.probe_timeout_s) as limit:
-                deadline = _ProbeDeadline(worker, limit, self._options.probe_timeout_s, self._progress_of, self._count)
+                deadline = _ProbeDeadline(worker, limit, self._options.probe_timeout_s, self._progress_of,
+                                          self._read_counters, self._count)
                 try:
                     await self._ask(worker)
                 finally:
                     deadline.cancel()
             problem = None
         except ProbeFailed as error:
-            problem, refused = str(error), error.refused
+            problem, spares = str(error), error.refused
         except TimeoutError:
             if worker.heard_s > worker.now() - self._options.probe_timeout_s:
                 self._count(worker.url, "inconclusive")
                 return
             problem = f"no token in {worker.now() - began_s:.3g} s"
+            spares = deadline.shown is not _Shown.STANDSTILL
         except OSError as error:
             if descriptors.is_shortage(error):
                 self._count(worker.url, "inconclusive")
@@ -170,7 +177,7 @@ class GenerationProbes:
                 await self._refresh_models(worker)
         else:
             self._failed(worker, problem)
-            if not refused:
+            if not spares:
                 worker.interrupt_silent(worker.now() - self._options.probe_timeout_s)
 
     def _passed(self, worker: RouterWorker) -> None:
@@ -237,6 +244,16 @@ class GenerationProbes:
         worker.root = next((card.root for card in base if card.root), None)
         worker.max_model_len = next((card.max_model_len for card in base if card.max_model_len), None)
 
+    async def _read_counters(self, worker: RouterWorker, within_s: float) -> list[bytes] | None:
+        """The lines of its /metrics that have COUNTERS; none where it has no such lines, None where its server does not
+        answer."""
+        try:
+            async with asyncio.timeout(within_s):
+                status, body = await self._fetch("GET", f"{worker.url}/metrics")
+        except (aiohttp.ClientError, OSError) as error:
+            return [] if descriptors.is_shortage(error) else None
+        return [line for line in body.splitlines() if line.startswith(COUNTERS)] if status == 200 else []
+
     async def _fetch(self, method: str, url: str, value: Any = None) -> tuple[int, bytes]:
         body = None if value is None else msgspec.json.encode(value)
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
@@ -249,34 +266,63 @@ def _models_due_in_s(worker: RouterWorker) -> float:
     return worker.models_asked_s + MODELS_PERIOD_S - worker.now()
 
 
+class _Shown(Enum):
+    """What a worker has shown while a probe waited for its token."""
+    PROGRESS = auto()  # it computes
+    STANDSTILL = auto()  # what it tells of itself has not changed, or its server does not answer
+    NOTHING = auto()  # it tells nothing of itself
+
+
 class _ProbeDeadline:
-    """Ends a waiting probe, by `limit`, after `period_s` in which nothing shows that the worker computes."""
+    """Ends a waiting probe, by `limit`, after `period_s` in which nothing shows that the worker computes. `shown`: what
+    the last whole period has shown. /metrics is read only if nothing else shows it in the first half of a period."""
 
     def __init__(self, worker: RouterWorker, limit: asyncio.Timeout, period_s: float,
-                 progress_of: Callable[[str], WorkerProgress], count: Callable[[str, str], None]) -> None:
+                 progress_of: Callable[[str], WorkerProgress],
+                 read_counters: Callable[[RouterWorker, float], Awaitable[list[bytes] | None]],
+                 count: Callable[[str, str], None]) -> None:
+        self.shown = _Shown.STANDSTILL
         self._worker = worker
         self._limit = limit
         self._period_s = period_s
         self._progress_of = progress_of
+        self._read_counters = read_counters
         self._count = count
         self._loop = asyncio.get_running_loop()
-        self._begin()
+        self._task = self._loop.create_task(self._watch(), name=f"deadline of the probe of {worker.url}")
 
     def cancel(self) -> None:
-        """The probe has ended: stop the timer."""
-        self._timer.cancel()
+        """The probe has ended: stop watching."""
+        self._task.cancel()
 
-    def _begin(self) -> None:
-        self._began_s = self._worker.now()
-        self._progress = self._progress_of(self._worker.url)
-        self._timer = self._loop.call_later(self._period_s, self._check)
-
-    def _check(self) -> None:
-        if self._worker.heard_s > self._began_s or self._progress.differs(self._progress_of(self._worker.url)):
+    async def _watch(self) -> None:
+        while (shown := await self._period()) is _Shown.PROGRESS:
+            self.shown = shown
             self._count(self._worker.url, "inconclusive")
-            self._begin()
-        elif not self._limit.expired():  # it may have expired at the same moment
+        if not self._limit.expired():  # it may have expired at the same moment
+            self.shown = shown
             self._limit.reschedule(self._loop.time())
+
+    async def _period(self) -> _Shown:
+        """Wait for a period, and return what it has shown."""
+        worker, half_s = self._worker, self._period_s / 2
+        began_s, before = worker.now(), self._progress_of(worker.url)
+
+        def computes() -> bool:
+            return worker.heard_s > began_s or before.differs(self._progress_of(worker.url))
+
+        await asyncio.sleep(half_s)
+        if computes():
+            await asyncio.sleep(half_s)
+            return _Shown.PROGRESS
+        counters = await self._read_counters(worker, half_s)
+        await asyncio.sleep(began_s + self._period_s - worker.now())
+        if computes():
+            return _Shown.PROGRESS
+        if counters:
+            later = await self._read_counters(worker, half_s)
+            return _Shown.PROGRESS if later and later != counters else _Shown.STANDSTILL
+        return _Shown.NOTHING if counters is not None and before == WorkerProgress() else _Shown.STANDSTILL
 
 
 def _require_token(path: str, status: int, body: bytes) -> None:
