@@ -92,6 +92,27 @@ async def test_a_body_beyond_the_bound_is_refused():
         assert (await served.ask(prompt="x" * 2000)).status == 413 and not engine.asked
 
 
+@pytest.mark.parametrize("path, method", [("/v1/completions", "OPTIONS"), ("/tokenize", "POST")])
+async def test_a_request_before_each_completion_shifts_no_turn(path, method):
+    async with serving(2) as (served, engines):
+        chosen = []
+        for _ in range(4):
+            assert (await served.ask(path=path, method=method)).status == 200
+            chosen.append((await served.ask()).json["from"])
+        assert sorted(chosen) == sorted(2 * [engine.port for engine in engines])
+
+
+async def test_a_preflight_with_a_body_is_no_completion():
+    """It needs no key, so it must not count as what engines hold."""
+    async with serving(2, Policy.KV) as (served, engines):
+        index = with_index(served.router.placer, 4)
+        body = json.dumps({"model": "m", "prompt": list(range(16))})
+        for method, blocks in (("OPTIONS", 0), ("POST", 4)):
+            async with served.session.request(method, served.url + "/v1/completions", data=body) as response:
+                assert response.status == 200
+            assert index.sizes()["expected"] == blocks
+
+
 async def test_other_paths_and_methods_are_refused():
     async with serving(1) as (served, [engine]):
         assert (await served.ask(path="/v1/load_lora_adapter")).status == 404

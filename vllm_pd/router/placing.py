@@ -88,28 +88,31 @@ class Placer:
         self._load_of = load_of
         self._rng = rng or random.Random()
         self._recent: dict[str, RecentlySent] = collections.defaultdict(RecentlySent)
-        self._turn = 0
+        self._turns: collections.Counter[bool] = collections.Counter()  # by whether the requests generate
         self.deferred = DeferredPrompts()
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._forget_recent)
         metrics.indexes.present = self.families.indexes
 
-    async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, generates: bool) -> PlacementPlan:
+    async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, completes: bool,
+                   generates: bool = True) -> PlacementPlan:
         """Read what is needed to place a request. The prompt is tokenised only where the policy needs that.
-        `generates`: the request is a completion."""
-        self._turn += 1
+        `completes`: the request is a completion. `generates`: its answer takes a step of an engine; other requests have
+        turns of their own, as they often come in pairs with these."""
+        self._turns[generates] += 1
+        turn = self._turns[generates]
         policy = self.config.policy
         if not body:
-            return PlacementPlan(PlacementRequest(turn=self._turn))
+            return PlacementPlan(PlacementRequest(turn=turn))
         prompt = tokens.parse(body)
         model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
         if policy is Policy.CONSISTENT_HASH:
-            return PlacementPlan(PlacementRequest(key=_key(headers, prompt), turn=self._turn), model)
-        if policy is not Policy.KV or not generates or not self._workers.has_choice:
-            return PlacementPlan(PlacementRequest(turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(key=_key(headers, prompt), turn=turn), model)
+        if policy is not Policy.KV or not completes or not self._workers.has_choice:
+            return PlacementPlan(PlacementRequest(turn=turn), model)
         family = self.families.of_model(model, self._workers)
         if family is None or not family.indexes:
-            return PlacementPlan(PlacementRequest(turn=self._turn), model)
+            return PlacementPlan(PlacementRequest(turn=turn), model)
         adapter = self._adapter(family, model)
         indexes = dict(family.indexes)
         request = TokenizeRequest(
@@ -129,7 +132,7 @@ class Placer:
         return plan
 
     def _request(self, family: Family, result: tokens.TokenizeResult) -> PlacementRequest:
-        return PlacementRequest(result.tokens, result.tokens // min(family.indexes), turn=self._turn)
+        return PlacementRequest(result.tokens, result.tokens // min(family.indexes))
 
     def _is_unknown(self, family: Family, found: Hashes) -> bool:
         """Whether no worker holds all of these first blocks of a prompt: then none holds any block after them. If a

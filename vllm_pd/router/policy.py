@@ -77,7 +77,7 @@ class RoutingPolicyConfig(msgspec.Struct, frozen=True):
 
 class PlacementRequest(msgspec.Struct, frozen=True):
     """What a policy needs to know of a request. `prompt_tokens` and `prompt_blocks` (full blocks) are 0 where the
-    prompt was not tokenised. `key` is for consistent hashing. `turn` counts requests, for round robin."""
+    prompt was not tokenised. `key` is for consistent hashing. `turn` counts its like, for round robin."""
     prompt_tokens: int = 0
     prompt_blocks: int = 0
     key: str = ""

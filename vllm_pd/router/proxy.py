@@ -169,8 +169,9 @@ class RouterProxy:
         headers = [*responses.request_headers(request.headers, authorization), (b"via", self._via)]
         client = ClientConnection(receive, send)
         try:
-            plan = await self._placer.plan(request.headers, request.body, request.path in COMPLETING)
-            if (self._prefills is not None and request.generates and request.path in COMPLETING
+            completes = request.generates and request.path in COMPLETING
+            plan = await self._placer.plan(request.headers, request.body, completes, request.generates)
+            if (self._prefills is not None and completes
                     and await self._is_fatal_at_prefill(request, plan, headers, client)):
                 return await self._give_up(request, plan.model, True, _fatal_answer(), client)
             return await self._try_on(request, plan, headers, client)
