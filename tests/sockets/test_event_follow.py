@@ -146,6 +146,18 @@ def test_b61_a_gap_is_not_filled_from_another_life_of_the_engine(restarted):
     assert counters["restarts"] == restarted and counters["replays_begin"] == 1 + restarted
 
 
+@pytest.mark.parametrize("first, count", [(0, 3), (0, 3 * stream.REMEMBERED), (500, 3)])
+def test_b61_a_restart_is_noticed_without_a_replay_however_long_the_engine_has_lived(first, count):
+    told, counters, now = Told(), Counter(), 0.0
+    follower = ReplayFollower(None, told, counters, now)
+    for value, number in [*((number, number) for number in range(first, first + count)),
+                          *((10**6 + number, number) for number in range(3))]:
+        now += 2 * stream.REORDER_S
+        follower.batch(now, [b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(value))])
+        follower.turn(now)
+    assert told.stored == [10**6, 10**6 + 1, 10**6 + 2] and counters["restarts"] == 1
+
+
 @pytest.mark.parametrize("kept", [(), (7,), (6, 8)])
 @pytest.mark.parametrize("subscribed", [False, True])
 @pytest.mark.parametrize("unanswered", [False, True])

@@ -299,7 +299,7 @@ class ReplayFollower:
         self._socket = connect() if connect is not None else None
         self._target = target
         self._counters = counters
-        self._stream = BatchStream(counters)
+        self._stream = BatchStream(counters, old_is_restart=connect is None)
         self._reader = BatchReader(unread if unread is not None else Counter())
         self._replay: _ReplayRequest | None = None
         self._next_ask = now

@@ -3,7 +3,8 @@
 
 A batch that comes too early waits for those before it. If they don't come within `REORDER_S`, or too many batches wait,
 they are *missed*, and the caller must `start` the stream again. A number that has come before is a duplicate; with
-another content it shows that the engine has restarted.
+another content it shows that the engine has restarted. So does, where nothing else shows a restart, a number below all
+that are remembered.
 """
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ class _Early:
 
 
 class BatchStream:
-    """One per subscription. `next_seq` is the number of the next batch, None before `start`: then all batches wait."""
+    """One per subscription. `next_seq` is the number of the next batch, None before `start`: then all batches wait.
+    `old_is_restart`: a number below the REMEMBERED last ones is no duplicate, but of another life of the engine."""
 
-    def __init__(self, counters: Counter[str]) -> None:
+    def __init__(self, counters: Counter[str], old_is_restart: bool = False) -> None:
         self.next_seq: int | None = None
+        self._old_is_restart = old_is_restart
         self._counters = counters
         self._early: dict[int, _Early] = {}
         self._contents: OrderedDict[int, int] = OrderedDict()  # number -> hash, of the last batches
@@ -38,7 +41,8 @@ class BatchStream:
             self._wait(now, seq, batch, content)
             return []
         if seq < self.next_seq:
-            if self._contents.get(seq, content) == content:
+            is_old = self._old_is_restart and seq < min(self._contents, default=seq)
+            if self._contents.get(seq, content) == content and not is_old:
                 self._counters["duplicates"] += 1
             else:
                 self._restarted = True
