@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import random
+import socket
 import ssl
 
 import pytest
+import uvloop
 
 from vllm_pd.router import worker_client
+from vllm_pd.router.fatal_requests import _refuses_connections
 from vllm_pd.router.worker_client import MAX_BUFFERED_BYTES, TryFailed, WorkerClient, WorkerResponseBroken
 from vllm_pd.router.workers import WorkerFailure
 
@@ -109,6 +112,36 @@ async def test_a_worker_has_to_wait_for_a_slow_reader():
         while part := await reply.chunk():
             total += len(part)
         assert total == size
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_an_address_of_a_name_that_drops_packets_holds_up_no_other(loop_factory):
+    async def reach():
+        loop = asyncio.get_running_loop()
+        look_up = loop.getaddrinfo
+
+        async def named(host, port, **given):
+            hosts = ("127.0.0.2", "127.0.0.1") if host == "worker" else (host, )
+            return [found for one in hosts for found in await look_up(one, port, **given)]
+
+        loop.getaddrinfo = named
+        async with answering(SIZED) as (client, url, came), contextlib.AsyncExitStack() as stack:
+            port = int(url.rpartition(":")[2])
+            deaf = stack.enter_context(socket.socket())
+            deaf.bind(("127.0.0.2", port))
+            deaf.listen(0)
+            for _ in range(4):  # its queue is full
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(("127.0.0.2", port))
+            reply, body = await get(client, f"http://worker:{port}")
+            assert body == BODY and b"host: worker:" in came[0][1]
+            deaf.close()
+            assert not await _refuses_connections(f"http://worker:{port}")
+        assert await _refuses_connections(f"http://worker:{port}")
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(reach())
 
 
 async def test_nobody_there():

@@ -12,11 +12,10 @@ for `PREFILL_REMEMBERED_S`. That is longer, because the client gets its answer a
 """
 import asyncio
 import collections
-from contextlib import suppress
 
 from xxhash import xxh3_128_intdigest
 
-from vllm_pd.router.worker_client import Origin
+from vllm_pd.router.worker_client import Origin, connect
 from vllm_pd.router.workers import RouterWorker
 
 MAX_CRASHES = 2
@@ -99,12 +98,10 @@ async def _refuses_connections(url: str) -> bool:
     origin = Origin.of(url)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(origin.host, origin.port)
+            transport, _ = await connect(asyncio.Protocol, origin)
     except ConnectionRefusedError:
         return True
     except (OSError, TimeoutError):
         return False
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
+    transport.abort()
     return False

@@ -13,10 +13,14 @@ end closes its connection, so that the worker stops generating.
 import asyncio
 import collections
 import functools
+import ipaddress
+import socket
 import ssl
 import urllib.parse
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
+import aiohappyeyeballs
 import httptools
 
 from vllm_pd.router import descriptors
@@ -27,7 +31,10 @@ KEEP_ALIVE_S = 4.0  # vLLM's server closes an idle connection after 5 s
 MAX_IDLE = 256  # idle connections to one worker
 MAX_BUFFERED_BYTES = 1 << 18  # received and not read yet; beyond, reading from the worker pauses
 MAX_HEAD_BYTES = 1 << 16
+HEAD_START_S = 0.25  # of each address of a name before the next one (RFC 8305)
 STALE_S = 0.5  # within this after sending, the end of an idle connection means that it was closed before
+
+P = TypeVar("P", bound=asyncio.Protocol)
 
 
 class TryFailed(Exception):
@@ -55,13 +62,27 @@ class Origin(NamedTuple):
     tls: bool
     authority: bytes
     prefix: bytes  # put before each path
+    is_address: bool  # whether `host` is no name
 
     @classmethod
     @functools.lru_cache(8192)
     def of(cls, url: str) -> "Origin":
         """The origin of a worker's base URL, which `parse_worker` has checked."""
         parts = urllib.parse.urlsplit(url)
-        return cls(parts.hostname, parts.port, parts.scheme == "https", parts.netloc.encode(), parts.path.encode())
+        return cls(parts.hostname, parts.port, parts.scheme == "https", parts.netloc.encode(), parts.path.encode(),
+                   _is_address(parts.hostname))
+
+
+async def connect(make: Callable[[], P], origin: Origin,
+                  tls: ssl.SSLContext | None = None) -> tuple[asyncio.Transport, P]:
+    """Connect to a worker. The addresses of a name are tried side by side, so that one which drops packets holds up
+    none of the others; uvloop's `create_connection` can't do that. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    if origin.is_address:
+        return await loop.create_connection(make, origin.host, origin.port, ssl=tls)
+    found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+    connected = await aiohappyeyeballs.start_connection(found, happy_eyeballs_delay=HEAD_START_S)
+    return await loop.create_connection(make, sock=connected, ssl=tls, server_hostname=origin.host if tls else None)
 
 
 class WorkerResponse:
@@ -353,8 +374,7 @@ class WorkerClient:
         limit = asyncio.timeout(self._connect_timeout_s)
         try:
             async with limit:
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _WorkerConnection(self, idle), origin.host, origin.port, ssl=context)
+                _, connection = await connect(lambda: _WorkerConnection(self, idle), origin, context)
         except TimeoutError as error:
             if not limit.expired():  # the kernel's own timeout, an OSError
                 raise TryFailed(WorkerFailure.CONNECT, str(error)) from error
@@ -366,6 +386,14 @@ class WorkerClient:
         idle = max(self._idle.values(), key=len, default=None)
         if idle:
             idle.popleft().abort()
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _head(method: bytes, origin: Origin, target: bytes, headers: Headers, body: bytes) -> bytes:
