@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import itertools
 import json
+import math
 import random
 import time
 from types import SimpleNamespace
@@ -580,6 +581,33 @@ async def test_a_client_that_goes_away_takes_its_request_along(stream):
         await served.until(lambda: not served.worker(engine).in_flight)
         assert served.count("vllm:pd_router_clients_gone_total") == 1
         assert served.worker(engine).state.value == "up"
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["client", "worker"])
+async def test_what_happens_while_a_client_hears_that_its_stream_broke_is_no_error(leaves):
+    """The client leaves, or the worker's probe fails."""
+    async with serving(1) as (served, [engine]):
+        engine.fault = Fault.BREAK
+        body = json.dumps({"model": "m", "prompt": "a b", "stream": True}).encode()
+        received = [{"type": "http.request", "body": body}]
+        gone = asyncio.Event()
+
+        async def receive():
+            if received:
+                return received.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            if b"error" in message.get("body", b""):
+                gone.set() if leaves else served.worker(engine).interrupt_silent(math.inf)
+                await asyncio.sleep(0.05)  # it does not read
+
+        asked = asyncio.create_task(served.router(
+            {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []},
+            receive, send))
+        await asyncio.wait([asked])
+        assert gone.is_set() is leaves and not asked.cancelled() and asked.exception() is None
 
 
 async def test_an_idle_connection_that_the_worker_closed_is_no_failure():

@@ -312,8 +312,10 @@ class RouterProxy:
                 raise
             return await self._interrupted(this, request, client)
         except WorkerResponseBroken as broken:
+            this.settle()
             return await self._response_broke(this, request, client, broken)
         except _StreamFailed as failed:
+            this.settle()
             worker.probe_soon()
             return await self._end_broken(worker, request, client, f"{_LOST}: {failed}")
         finally:

@@ -66,6 +66,7 @@ class InFlightTry:
         self.worker = worker
         self.heard_s = self.began_s = worker.now()
         self.interruption: Interruption | None = None
+        self._settled = False
         self._task = asyncio.current_task()
 
     def heard(self, generated: bool) -> None:
@@ -77,9 +78,13 @@ class InFlightTry:
 
     def interrupt(self, why: Interruption) -> None:
         """Cancel the task. `interruption` has the reason; only the first one counts."""
-        if self.interruption is None:
+        if self.interruption is None and not self._settled:
             self.interruption = why
             self._task.cancel()
+
+    def settle(self) -> None:
+        """The answer has broken, and its client is told so: from now on `interrupt` does nothing."""
+        self._settled = True
 
     def take_interruption(self) -> bool:
         """Call it at a CancelledError. Returns whether `interrupt` caused it; then the cancellation is undone."""
