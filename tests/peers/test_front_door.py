@@ -9,6 +9,8 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
+import zmq
+import zmq.asyncio
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
@@ -19,9 +21,11 @@ from vllm_pd import hooks
 from vllm_pd.config import PDConfig
 from vllm_pd.control.agent import ControlAgent
 from vllm_pd.core import messages as m
+from vllm_pd.errors import ControlError
 from vllm_pd.frontend import connection
 from vllm_pd.frontend.drain import ServerDrain
 from vllm_pd.liveness.process import local_member
+from vllm_pd.rpc import codec
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 LOCAL = ((b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"))
@@ -127,6 +131,37 @@ def test_b66_only_a_server_with_disaggregation_gets_limits_for_headers(tmp_path)
     app.state.vllm_config = SimpleNamespace(additional_config=None, kv_events_config=None)
     hooks.attach_server(app, plain, lambda: None)
     assert plain.config.http_protocol_class is HttpToolsProtocol
+
+
+def test_b43_orders_to_a_silent_control_thread_end_together_and_hold_up_no_drain(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection, "ANSWER_S", 0.5)
+
+    async def body():
+        address = f"ipc://{tmp_path}/silent"
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as silent:
+            silent.bind(address)
+            engine = connection.EngineConnection(address, lambda status: None)
+            try:
+                asked = [asyncio.create_task(engine.ask(message, lambda status: True))
+                         for message in (*[m.Status()] * 100, m.Drain())]
+                ended = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+                assert {type(one) for one in ended} == {ControlError}
+                came = [codec.decode((await silent.recv_multipart())[1:])[1] for _ in range(2)]
+                assert came == [m.Status(), m.Drain()] and not engine._waiting
+            finally:
+                engine.close()
+
+    asyncio.run(body())
+
+
+def test_b43_a_drain_beside_an_order_that_is_refused_is_no_refused_drain(tmp_path):
+    async def body(served):
+        served.agent.protocol.state.weights_replaced()
+        (refused, ), (drained, ) = await asyncio.gather(
+            served.drain.ask(m.SetRole(m.Role.PREFILL), lambda status: False), served.drain.begin())
+        assert "were replaced" in refused.problem and drained.member.draining and not drained.problem
+
+    run(body, tmp_path)
 
 
 def test_b43_sigterm_refuses_new_requests_and_waits_for_the_open_one(tmp_path):

@@ -39,28 +39,23 @@ class EngineConnection:
         self._on_status = on_status
         self._context = zmq.asyncio.Context()
         self._socket = sockets.client(self._context, address, only_connected=False)
-        self._updated = asyncio.Event()
+        self._waiting: dict[asyncio.Future[m.StatusReply], Callable[[m.StatusReply], bool]] = {}  # for such a status
         self._asking = asyncio.Lock()
         self._jobs: dict[m.Attempt, list[_JobAnswers]] = {}  # what those wait for who have brought a job
         self._listener = asyncio.get_running_loop().create_task(self._listen())
 
     async def ask(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> m.StatusReply:
         """Send a message, and return the first status for which `is_answer` holds or which names a problem. Raises
-        ControlError where none comes within 5 s."""
-        async with self._asking:
-            if self._socket.closed:
-                raise ControlError("the server ends")
-            self._updated.clear()
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    await self._socket.send(codec.encode(self._name, message))
-                    while True:
-                        await self._updated.wait()
-                        self._updated.clear()
-                        if self.last.problem or is_answer(self.last):
-                            return self.last
-            except TimeoutError:
-                raise ControlError("the engine's control thread does not answer") from None
+        ControlError where none comes within 5 s, earlier messages to this engine included. A `Drain` waits for none of
+        them, as it is never refused: a problem is that of another message."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                if isinstance(message, m.Drain):
+                    return await self._exchange(message, is_answer)
+                async with self._asking:
+                    return await self._exchange(message, lambda status: bool(status.problem) or is_answer(status))
+        except TimeoutError:
+            raise ControlError("the engine's control thread does not answer") from None
 
     async def run_job(self, job: m.Job) -> str:
         """Have the engine claim and do this job now, and wait for its end. Returns why the prompt was not written,
@@ -96,6 +91,17 @@ class EngineConnection:
             self._socket.close(linger=0)
             self._context.term()
 
+    async def _exchange(self, message: m.Message, is_answer: Callable[[m.StatusReply], bool]) -> m.StatusReply:
+        if self._socket.closed:
+            raise ControlError("the server ends")
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[answer] = is_answer
+        try:
+            await self._socket.send(codec.encode(self._name, message))
+            return await answer
+        finally:
+            del self._waiting[answer]
+
     async def _listen(self) -> None:
         while True:
             try:
@@ -106,7 +112,9 @@ class EngineConnection:
             if isinstance(message, m.StatusReply):
                 self.last = message
                 self._on_status(message)
-                self._updated.set()
+                for answer, is_answer in self._waiting.items():
+                    if not answer.done() and is_answer(message):
+                        answer.set_result(message)
             elif isinstance(message, m.DirectJobTaken):
                 for waiting in self._jobs.get(message.attempt, ()):
                     waiting.taken.set()
