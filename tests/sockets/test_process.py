@@ -2,7 +2,9 @@
 """What the process table says about a peer's life, and where it says nothing: then it lives."""
 import builtins
 import errno
+import io
 import os
+import socket
 import subprocess
 
 import msgspec
@@ -140,6 +142,31 @@ def test_b22_a_machine_that_was_restored_from_the_same_snapshot_is_another_one(c
     child.kill()
     child.wait()
     assert process.is_gone(member) is is_here
+
+
+class FreeSocket(socket.socket):
+    """Can be bound to any address, as with net.ipv4.ip_nonlocal_bind."""
+
+    def bind(self, where):
+        pass
+
+
+@pytest.mark.parametrize("address, is_here", [
+    ("tcp://127.0.0.1:1", True), ("tcp://192.0.2.1:1", False), ("tcp://[2001:db8::1]:1", False)])
+def test_b22_an_address_is_not_ours_because_a_socket_can_be_bound_to_it(child, monkeypatch, address, is_here):
+    monkeypatch.setattr(process.socket, "socket", FreeSocket)
+    monkeypatch.setattr(builtins, "open", sysctl("1"))
+    assert process.is_visible(msgspec.structs.replace(member_of(child.pid), address=address)) is is_here
+
+
+def sysctl(value):
+    """`open` of a machine on which net.ipv4.ip_nonlocal_bind, and that of IPv6, have this value."""
+    real_open = builtins.open
+
+    def opened(path, *arguments, **more):
+        return io.StringIO(value) if str(path).endswith("/ip_nonlocal_bind") else real_open(path, *arguments, **more)
+
+    return opened
 
 
 def no_socket(*_):

@@ -96,15 +96,30 @@ def _times(member: Member) -> list[int | None] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_here(host: str) -> bool:
-    """Whether this is an address of this machine, and of this network namespace: one can listen there. Raises OSError
-    where that is not known."""
-    family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as listener:
+    """Whether this is an address of this machine, and of this network namespace: one can listen there. Where one can
+    listen at any address: what is sent to it comes from itself, which holds for each interface's first address only.
+    Raises OSError where that is not known."""
+    family, _, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    binds_anywhere = _binds_anywhere(family)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            listener.bind(where)
+            if binds_anywhere:
+                probe.connect(where)  # sends nothing
+            else:
+                probe.bind((where[0], 0, *where[2:]))
         except OSError:
             return False
-    return True
+        return probe.getsockname()[0] == where[0]
+
+
+def _binds_anywhere(family: int) -> bool:
+    """Whether a socket can be bound to an address that this machine does not have; also where that is not known."""
+    version = "ipv6" if family == socket.AF_INET6 else "ipv4"
+    try:
+        with open(f"/proc/sys/net/{version}/ip_nonlocal_bind", encoding="ascii") as file:
+            return file.read().strip() != "0"
+    except FileNotFoundError:
+        return True
 
 
 def lost(member: Member) -> Process | None:
