@@ -309,24 +309,19 @@ async def test_a_cancellation_that_is_lost_does_not_keep_a_session(monkeypatch):
 
 
 def test_a_servers_clock_that_was_set_back_is_taken_anew(speaker, monkeypatch):
-    now_s, looks, ours = nats_store.Store.now_s, [], nats_session.time
-    later_s = [0.0]
-    monkeypatch.setattr(nats_session, "time", SimpleNamespace(monotonic=lambda: ours.monotonic() + later_s[0]))
+    now_s, looks = nats_store.Store.now_s, []
 
     async def ahead(self):
         seconds = await now_s(self)
         looks.append(self)
-        return seconds + (1000.0 if len(looks) <= 2 else 0.0)  # as it showed before the step
+        return seconds + 1000.0  # as it showed before the step
 
     monkeypatch.setattr(nats_store.Store, "now_s", ahead)
     d, p = speaker(m.Role.DECODE), speaker(m.Role.PREFILL)
-    wait_for(lambda: len(looks) >= 2, meanwhile=lambda: live(0.05, d, p))
-    later_s[0] = 1.1 * test_broker_contract.TTL_S  # so long neither has heard of itself
     wait_for(lambda: all(any(isinstance(word, m.Peers) and len(word.members) == 2 for word in one.heard)
                          for one in (d, p)), meanwhile=lambda: live(0.05, d, p))
-    wait_for(lambda: len(looks) >= 4, meanwhile=lambda: live(0.05, d, p))
     live(0.5, d, p)
-    assert d.put(1).refusal is None and len(looks) == 4, "each began anew once"
+    assert d.put(1).refusal is None and len(looks) == 2, "and no session began anew"
 
 
 def test_no_task_is_left_behind_by_a_reconnect(server, prefix, speaker, monkeypatch):
@@ -582,6 +577,41 @@ async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatc
     assert len((await nats_members._read(None, ttl_s=1.0))[0]) == 1
     await nats_session.NatsSession(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
     assert [len(peers.members) for peers in told] == [1]
+
+
+@pytest.mark.parametrize("back_s", [0.0, 3.0, 3.9, 4.1, 4.5, 4.9, 5.1, 1000.0])
+async def test_members_stay_however_far_the_servers_clock_is_set_back(monkeypatch, back_s):
+    """Two engines with heartbeats of 1 s are listed again soon, and then for good."""
+    now, told, server_s = 0.0, [], 5000.0
+    us, other = (m.Member(name, m.Role.DECODE, "", FINGERPRINT) for name in "ab")
+    monkeypatch.setattr(nats_session, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def put_member(incarnation, frame):
+        nonlocal now
+        now += 0.01
+        session._hear(now, incarnation, frame, server_s + now)
+        session._hear(now, "b", codec.encode("b", m.Register(other)), server_s + now - 0.5)
+
+    async def waiting(group):
+        return 0, 0
+
+    async def prepare_group(group):
+        pass
+
+    store = SimpleNamespace(put_member=put_member, waiting=waiting, prepare_group=prepare_group, generation="g")
+    session = nats_session.NatsSession(store, "a", 5.0, told.append, collections.Counter(), None)
+    session._complete = True
+    session._directory.clock_is(now, server_s)
+    versions = []
+    for second in range(30):
+        if second == 5:
+            server_s -= back_s
+        await session.do(m.Register(us))
+        for _ in range(2):
+            now += 0.495
+            session._directory.expire(now)
+        versions.append(session._directory.version)
+    assert session._directory.members() == [us, other] and len(set(versions[6:])) == 1
 
 
 def test_the_directory_trusts_one_clock_and_counts_from_its_stamps():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The members, as one engine sees them in entries that each of them renews. Pure.
 
-An entry is as old as its server says, by the server's clock alone: the newest stamp seen is that clock's present.
+An entry is as old as its server says, by the server's clock alone: the newest stamp seen is that clock's present. That
+clock may be set back: a stamp of what was sent just before shows it.
 """
 import msgspec
 
@@ -45,6 +46,11 @@ class Directory:
         offset_s = server_s - now
         if self._offset_s is None or offset_s > self._offset_s:
             self._offset_s = offset_s
+
+    def stamped_since(self, sent_at: float, stamp_s: float) -> None:
+        """The server has stamped what was sent to it at that moment: its clock showed no less than that since."""
+        if self._offset_s is not None:
+            self._offset_s = min(self._offset_s, stamp_s - sent_at)
 
     def heard(self, now: float, key: str, member: m.Member, stamp_s: float) -> bool:
         """An entry with its server's stamp, in seconds of that clock. Returns whether anything has changed."""

@@ -105,6 +105,7 @@ class NatsSession:
         self._held: dict[m.Attempt, Msg] = {}
         self._next_progress = 0.0
         self._seen_at = time.monotonic()
+        self._sent_at: float | None = None  # when our entry was last sent, after its earlier ones had been read
 
     async def run(self, commands: Mailbox) -> None:
         """Serve until the command None. Raises where the connection can't be used any more."""
@@ -156,6 +157,7 @@ class NatsSession:
             self._group = group(member.fingerprint)
             await self._store.prepare_group(self._group)
         self._member = member
+        self._sent_at = time.monotonic() if self._complete else None
         await self._store.put_member(self._incarnation, codec.encode(self._incarnation, m.Register(member)))
         self._queue_length, _ = await self._store.waiting(self._group)
         if time.monotonic() - self._seen_at >= max(self._ttl_s, 2 * TICK_S):
@@ -190,10 +192,12 @@ class NatsSession:
         member = open_entry(key, frame, self._counters, self._note_protocol)
         if member is None:
             return False
+        is_own = member.incarnation == self._incarnation
+        if is_own and self._sent_at is not None:
+            self._directory.stamped_since(self._sent_at, stamp_s)
         changed = self._directory.heard(now, key, member, stamp_s)
         self._preference.heard(member)
-        # Where our own fresh entry looks old the server's clock was set back: the session is to end, and its offset.
-        if member.incarnation == self._incarnation and self._directory.age_s(now, stamp_s) < self._ttl_s:
+        if is_own and self._directory.age_s(now, stamp_s) < self._ttl_s:  # not one of an earlier session
             self._seen_at = now
         return changed
 
