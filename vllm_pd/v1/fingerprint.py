@@ -33,8 +33,7 @@ def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str) -> Fin
         layout=cache.layout.value,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
-        engine=engine,
-    )
+        engine=engine)
 
 
 def total_kv_heads(config: VllmConfig) -> int:
