@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -48,7 +49,9 @@ from vllm_pd.handover.engine import close_engine, finalize
 from vllm_pd.liveness import process
 from vllm_pd.liveness.process import local_member
 from vllm_pd.liveness.rules import GRACE_S
-from vllm_pd.rpc import codec
+from vllm_pd.ports import take_free
+from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.sockets import SendResult
 from vllm_pd.rpc.watched import WatchedConnection
 from vllm_pd.transfer import kept, nixl
 from vllm_pd.transfer.choice import TransportChoice
@@ -600,11 +603,11 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
 def test_b41_a_decode_engine_is_met_although_no_descriptor_was_left_when_it_came(broker, engine, monkeypatch):
     connected = []
 
-    def connection(context, address, keys):
+    def connection(context, address, keys, opened):
         connected.append(address)
         if len(connected) == 1:
             raise zmq.ZMQError(errno.EMFILE)
-        return WatchedConnection(context, address, keys)
+        return WatchedConnection(context, address, keys, opened)
 
     monkeypatch.setattr(control_sockets, "WatchedConnection", connection)
     prefill, decode = (engine(Settings(broker.address), role) for role in (m.Role.PREFILL, m.Role.DECODE))
@@ -808,9 +811,9 @@ def test_b81_noise_from_a_broker_and_from_a_decode_engine(engine):
     dice = random.Random(13)
     context = zmq.Context()
     broker, decode = (context.socket(zmq.ROUTER) for _ in range(2))
-    for socket in (broker, decode):
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.bind("tcp://127.0.0.1:*")
+    for router in (broker, decode):
+        router.setsockopt(zmq.LINGER, 0)
+        router.bind("tcp://127.0.0.1:*")
     address = decode.getsockopt_string(zmq.LAST_ENDPOINT)
     prefill = engine(Settings(broker.getsockopt_string(zmq.LAST_ENDPOINT)), m.Role.PREFILL)
     d = m.Member("d", m.Role.DECODE, address, FINGERPRINT)
@@ -932,6 +935,80 @@ def test_b22_b102_an_engine_that_ends_waits_for_those_that_read_its_blocks(pair,
     ending.join(WAIT_S)
     assert not p.agent.thread.is_alive() and p.protocol.is_read() is not answers
     assert (HoldEnded(hold, HoldEnd.DONE) in take_events(p)) is answers
+
+
+def cut(address):
+    """End the connections of this process to that address, as a firewall may."""
+    port = int(address.rpartition(":")[2])
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # no socket, or no connection
+            one = socket.socket(fileno=number)
+            try:
+                if one.family == socket.AF_INET and one.getpeername()[1] == port:
+                    one.shutdown(socket.SHUT_RDWR)
+            finally:
+                one.detach()
+
+
+def replies(prefill):
+    """How often a decode engine that knows it has answered its Hello."""
+    return prefill.agent.dropped().get("prefill_hello_reply_duplicate", 0)
+
+
+def test_b102_a_p_whose_connection_was_cut_while_it_was_idle_is_reached(pair):
+    """D knows it by its connection, and with prefill first D speaks first."""
+    d, p = pair
+    wait_for(lambda: d.protocol.knows_holder(p.agent.member.incarnation), d.protocol.debug_state, WAIT_S)
+    hold, attempt = p.protocol.next_attempt("random"), d.protocol.next_attempt("r")
+    assert p.protocol.hold(hold, b"d" * 32, [4, 5, 6])
+    greetings = replies(p)
+    cut(d.agent.member.address)
+    wait_for(lambda: replies(p) > greetings, "it has not greeted D again", 10.0)
+    d.protocol.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
+    assert d.expect(ReadHold).remote_block_ids == [4, 5, 6]
+    d.protocol.read_ended(attempt, "")
+    assert p.expect(HoldEnded) == HoldEnded(hold, HoldEnd.DONE)
+
+
+@pytest.fixture
+def control():
+    """A factory of the sockets of engines, by name; the test does what their threads would do."""
+    made = []
+
+    def make(name):
+        made.append(control_sockets.ControlSockets(name, Settings("tcp://127.0.0.1:1")))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close(0)
+
+
+P_HELLO = m.Hello(m.Member("P", m.Role.PREFILL, "", FINGERPRINT), b"memory of P")
+
+
+def test_no_hello_waits_for_a_decode_engine_that_is_not_reached(control):
+    """One is sent as soon as it is, and one more for each new connection."""
+    p, address = control("P"), f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
+    p.connect("D", address)
+    for _ in range(10):
+        assert p.to_decode("D", P_HELLO) is SendResult.FULL
+    context = zmq.Context()
+    d = sockets.server(context, address)
+
+    def hellos(at_least):
+        """The messages that D gets, with their routes."""
+        found = []
+        wait_for(lambda: found.extend(iter(lambda: sockets.receive(d), None)) or len(found) >= at_least,
+                 meanwhile=lambda: list(p.receive(p.poll(0.01))))
+        return [(route, codec.decode([frame])) for route, frame in found]
+
+    (first, message), = hellos(1)
+    assert message == ("P", P_HELLO)
+    cut(address)
+    (second, message), = hellos(1)
+    assert message == ("P", P_HELLO) and second != first
+    context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -49,6 +49,7 @@ class ControlSockets:
         self._decode: dict[str, WatchedConnection] = {}
         self._peer_of: dict[zmq.Socket, str] = {}
         self._monitored: dict[zmq.Socket, WatchedConnection] = {}  # by monitor
+        self._hello: m.Hello | None = None  # the last one to a decode engine; it is the same for all
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         gate: Gate | None = None
         try:
@@ -160,7 +161,7 @@ class ControlSockets:
         try:
             if not address.startswith("tcp://"):
                 raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
-            connection = WatchedConnection(self._context, address, self._keys)
+            connection = WatchedConnection(self._context, address, self._keys, lambda: self._introduce(peer))
         except zmq.ZMQError:
             self.counters["address_bad"] += 1
             return
@@ -191,9 +192,19 @@ class ControlSockets:
         self.backend.holding(attempts)
 
     def to_decode(self, peer: str, message: m.Message) -> SendResult:
-        """Send to a decode engine."""
+        """Send to a decode engine. A Hello is not queued while no connection is open. It is sent each time that one was
+        opened, for D sends only to where P has last spoken."""
         connection = self._decode.get(peer)
+        if isinstance(message, m.Hello) and connection is not None:
+            self._hello = message
+            if not connection.is_open():
+                return SendResult.FULL
         return self._send(None if connection is None else connection.socket, None, message)
+
+    def _introduce(self, peer: str) -> None:
+        """A connection to this decode engine was opened."""
+        if self._hello is not None:
+            self._send(self._decode[peer].socket, None, self._hello)
 
     def is_connected(self, peer: str, hello: m.Hello, reply: m.HelloReply) -> bool:
         """Whether a connection between that engine and us is still open: the one that it has opened as a prefill

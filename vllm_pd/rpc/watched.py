@@ -6,6 +6,8 @@ the peer has spoken on it. What the peer had sent on an earlier connection may s
 connections but the first one a message counts only after the DEALER was found empty. The end of a process ends its
 connections, which libzmq reports within milliseconds; a peer that is only stopped keeps them.
 """
+from collections.abc import Callable
+
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -18,9 +20,12 @@ MAX_DOUBTS = 2  # how often a connection on which the peer has not spoken is tak
 
 class WatchedConnection:
     """Owns `socket`, and `monitor`, from which `read_monitor` has to be called when it is readable. Used by one thread.
+    `opened` is called, from any method, each time that a connection has been opened: the first and each later one.
     Raises zmq.ZMQError where the address is bad, or no socket is left."""
 
-    def __init__(self, context: zmq.Context, address: str, keys: Keys | None = None):
+    def __init__(self, context: zmq.Context, address: str, keys: Keys | None = None,
+                 opened: Callable[[], None] = lambda: None):
+        self._opened = opened
         self._is_open = False  # the handshake of a connection is done
         self._is_first = True  # no connection was open before
         self._is_empty = False  # what was sent on earlier connections has been received
@@ -40,6 +45,10 @@ class WatchedConnection:
         """`socket` had no more messages."""
         self._is_empty = self._is_open
 
+    def is_open(self) -> bool:
+        """Whether a connection is open, to whomever, as far as `read_monitor` has seen."""
+        return self._is_open
+
     def is_proven(self) -> bool:
         """Whether a connection on which the peer has spoken is open."""
         self.read_monitor()
@@ -55,11 +64,14 @@ class WatchedConnection:
 
     def read_monitor(self) -> None:
         """Take what libzmq has reported. If it is not read for long, libzmq's thread waits."""
+        is_new = False
         while (frames := sockets.receive(self.monitor)) is not None:
-            self._is_open = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._is_open = is_new = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._is_empty = self._is_open and self._is_first
             self._is_first &= not self._is_open
             self._is_proven = False
+        if is_new:
+            self._opened()
 
     def close(self, linger_ms: int = 0) -> None:
         """Messages that wait may leave for so long."""
