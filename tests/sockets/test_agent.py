@@ -987,6 +987,17 @@ def control():
 P_HELLO = m.Hello(m.Member("P", m.Role.PREFILL, "", FINGERPRINT), b"memory of P")
 
 
+def test_operators_take_no_place_of_a_prefill_engine(control, monkeypatch):
+    monkeypatch.setattr(control_sockets, "MAX_ROUTES", 10)
+    d, p = control("D"), control("P")
+    p.connect("D", d.address)
+    p.to_decode("D", P_HELLO)
+    wait_for(lambda: "P" in d._routes, meanwhile=lambda: [list(one.receive(one.poll(0.01))) for one in (p, d)])
+    for number in range(300):
+        d._open(d._router, [b"gone", codec.encode(f"operator-{number}", m.Status())])
+    assert d.to_prefill("P", P_HELLO) is SendResult.SENT and len(d._operators) == control_sockets.MAX_OPERATORS
+
+
 def test_no_hello_waits_for_a_decode_engine_that_is_not_reached(control):
     """One is sent as soon as it is, and one more for each new connection."""
     p, address = control("P"), f"tcp://127.0.0.1:{take_free('127.0.0.1')}"

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from vllm_pd.config import PDConfig
 
 MAX_ROUTES = 4096
+MAX_OPERATORS = 256
 MAX_FRONTS = 256  # processes of one server
 BATCH_MESSAGES = 128
 MAX_SOCKETS = 64 + SOCKETS * PeeringLimits().max_peers  # of libzmq, whose default is 1023
@@ -51,6 +52,7 @@ class ControlSockets:
         self._monitored: dict[zmq.Socket, WatchedConnection] = {}  # by monitor
         self._hello: m.Hello | None = None  # the last one to a decode engine; it is the same for all
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
+        self._operators: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         gate: Gate | None = None
         try:
             self._keys = None if config.keys is None else Keys.load(config.keys)
@@ -149,7 +151,9 @@ class ControlSockets:
             self._decode[sender].heard()
         if source is MessageSource.FRONT:
             remember(self.front_routes, sender, frames[0], MAX_FRONTS)
-        elif source is not MessageSource.DECODE:
+        elif source is MessageSource.OPERATOR:
+            remember(self._operators, sender, frames[0], MAX_OPERATORS)
+        elif source is MessageSource.PREFILL:
             remember(self._routes, sender, frames[0], MAX_ROUTES)
         return source, sender, message
 
@@ -225,7 +229,8 @@ class ControlSockets:
 
     def to_operator(self, name: str, message: m.Message) -> SendResult:
         """Answer an operator."""
-        return self.to_prefill(name, message)
+        route = self._operators.get(name)
+        return self._send(None if route is None else self._router, route, message)
 
     def to_front(self, name: str, message: m.Message) -> None:
         """Answer a process of the front end. One that is gone is forgotten."""
