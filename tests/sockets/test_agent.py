@@ -277,11 +277,11 @@ def test_broker_and_peers_are_bounded_by_room(pair):
     prefill.assert_clean()
 
 
-def test_b96_no_prompt_waits_for_a_prefill_engine_that_is_paused(pair):
+def test_b96_no_prompt_waits_for_a_prefill_engine_that_is_paused(broker, engine):
     """Until it goes on. It stays a member, so what it computes already is finished."""
-    decode, prefill = pair
+    settings = Settings(broker.address)
+    decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL), room=0)
     fall_back_soon(decode)
-    prefill.protocol.set_credits(0)
     attempt = decode.submit()
     prefill.protocol.set_credits(0, is_paused=True)
     fallback = decode.expect(Fallback)
