@@ -987,6 +987,27 @@ def control():
 P_HELLO = m.Hello(m.Member("P", m.Role.PREFILL, "", FINGERPRINT), b"memory of P")
 
 
+def test_a_decode_engine_that_began_anew_at_its_address_reaches_p(control):
+    """libzmq opens P's connection to the one before again, after that to the new one. The reply to the Hello on the
+    former has P speak on the latter."""
+    d, p = control("new D"), control("P")
+
+    def turn():
+        for one in (p, d):
+            list(one.receive(one.poll(0.01)))
+
+    p.connect("new D", d.address)
+    p.to_decode("new D", P_HELLO)
+    wait_for(lambda: "P" in d._routes, meanwhile=turn)
+    right = d._routes["P"]
+    p.connect("old D", d.address)
+    wait_for(lambda: d._routes["P"] != right, meanwhile=turn)
+    member = m.Member("new D", m.Role.DECODE, "", FINGERPRINT)
+    d.to_prefill("P", m.HelloReply(member, b"memory of D"))
+    wait_for(lambda: d._routes["P"] == right, meanwhile=turn)
+    assert p.counters["frame_other_sender"] == 1
+
+
 def test_operators_take_no_place_of_a_prefill_engine(control, monkeypatch):
     monkeypatch.setattr(control_sockets, "MAX_ROUTES", 10)
     d, p = control("D"), control("P")

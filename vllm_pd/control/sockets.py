@@ -147,6 +147,8 @@ class ControlSockets:
         if source is MessageSource.DECODE:
             if self._peer_of.get(socket) != sender:
                 self.counters["frame_other_sender"] += 1  # another process has that address now
+                if isinstance(message, m.HelloReply) and sender in self._decode and self._hello is not None:
+                    self.to_decode(sender, self._hello)  # it answers where we spoke last: speak on its own connection
                 return None
             self._decode[sender].heard()
         if source is MessageSource.FRONT:
