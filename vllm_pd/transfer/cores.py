@@ -38,16 +38,17 @@ def leave_model_cores() -> None:
 
 def spare_cores(environ: Mapping[str, str], allowed: set[int], nodes: Iterable[set[int]]) -> set[int]:
     """The cores of a worker that no OpenMP thread of a model is bound to. Empty if there are none, or nothing is bound.
+    Empty, too, if the user has chosen the cores (VLLM_CPU_OMP_THREADS_BIND): all others may be another engine's.
 
     `environ` is the worker's environment, `allowed` are the cores that its EngineCore may use, `nodes` those of each
-    NUMA node. Other ranks' cores are not among them: by default each rank has a NUMA node of its own, and where the
-    user has set VLLM_CPU_OMP_THREADS_BIND, it has the cores of all ranks.
+    NUMA node. Other ranks' cores are not among them, because each rank has a NUMA node of its own.
     """
     bound = set().union(*(parse_cores(environ.get(name, "")) for name in OPENMP_LISTS))
-    if not bound or environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0":  # there several ranks share a node
+    is_chosen = environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
+    if is_chosen or not bound or environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0":  # there ranks share a node
         return set()
     near = set().union(*(node for node in nodes if node & bound)) or allowed
-    return (allowed & near) - bound - parse_cores(environ.get("VLLM_CPU_OMP_THREADS_BIND", ""))
+    return (allowed & near) - bound
 
 
 def parse_cores(text: str) -> set[int]:
