@@ -5,8 +5,10 @@ what a look-up costs EngineCore.
 
 Bandwidth: one thread copies blocks of `--block-bytes` from one buffer into the store and from there to another, each
 larger than the caches of most machines. The ways take turns in each round. `memcpy` is numpy's copy between two
-buffers. `store` checks each block that it reads. LMCache is measured where it can be imported; its backend is a
-dictionary of one process over one buffer: allocate, copy in, put, get, copy out, remove.
+buffers. `shared` is the same to and from a file on a tmpfs, which the arena is, too: where the kernel gives such files
+pages of 4 KiB (/sys/kernel/mm/transparent_hugepage/shmem_enabled), that alone is slower. `store` checks each block that
+it reads. LMCache is measured where it can be imported; its backend is a dictionary of one process over one buffer:
+allocate, copy in, put, get, copy out, remove.
 
 Hits: conversations (`vllm_pd.bench.simulation`) on an arena with a share of the blocks of the whole trace. A hit is a
 prompt's block that is there and all before it. The most that any cache of that size can have is `most_hits`.
@@ -14,7 +16,10 @@ prompt's block that is there and all before it. The most that any cache of that 
 Look-ups: CPU time for each block that is there, in a full arena, for an engine of so many ranks.
 """
 import argparse
+import contextlib
 import json
+import mmap
+import os
 import statistics
 import sys
 import tempfile
@@ -66,6 +71,24 @@ class Memcpy:
 
     def close(self) -> None:
         """Nothing."""
+
+
+class SharedMemcpy(Memcpy):
+    """The same, over a file in shared memory."""
+
+    def __init__(self, blocks: int, size: int) -> None:
+        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+            os.posix_fallocate(file.fileno(), 0, blocks * size)
+            self._map = mmap.mmap(file.fileno(), blocks * size)
+        with contextlib.suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = np.frombuffer(self._map, np.uint8).reshape(blocks, size)
+        self._memory[:] = 1
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self._memory
+        self._map.close()
 
 
 class OurStore:
@@ -149,6 +172,7 @@ def gb_per_s(act: Callable[[int, np.ndarray], None], rows: np.ndarray) -> float:
 def ways(blocks: int, size: int, folder: Path) -> Iterator[tuple[str, Memcpy | OurStore | LMCacheBackend]]:
     """What is compared."""
     yield "memcpy", Memcpy(blocks, size)
+    yield "shared", SharedMemcpy(blocks, size)
     yield "store", OurStore(blocks, size, folder)
     try:
         yield "lmcache", LMCacheBackend(blocks, size)
@@ -247,12 +271,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints three tables."""
     args = parser().parse_args(argv)
     rates = {size: measure_rates(args, size) for size in args.block_bytes}
-    print("| block, KiB | way | in, GB/s | out, GB/s | in / memcpy | out / memcpy |\n|---|---|---|---|---|---|")
+    print("| block, KiB | way | in, GB/s | out, GB/s | in / memcpy | out / memcpy | in / shared | out / shared |\n"
+          "|---|---|---|---|---|---|---|---|")
     for size, each in rates.items():
         for name, found in each.items():
-            parts = [found[f"{way}_gb_per_s"] / each["memcpy"][f"{way}_gb_per_s"] for way in ("in", "out")]
+            parts = [found[f"{way}_gb_per_s"] / each[base][f"{way}_gb_per_s"]
+                     for base in ("memcpy", "shared") for way in ("in", "out")]
             print(f"| {size >> 10} | {name} | {found['in_gb_per_s']} | {found['out_gb_per_s']} | "
-                  f"{parts[0]:.2f} | {parts[1]:.2f} |")
+                  + " | ".join(f"{part:.2f}" for part in parts) + " |")
     hits = [measure_hits(args, share) for share in (0.1, 0.25, 0.5, 1.0)]
     print("\n| slots / distinct blocks | hits | of one LRU list | most hits |\n|---|---|---|---|")
     for one in hits:

@@ -66,7 +66,7 @@ Fill = Callable[[memoryview], int | None]  # fills a view; gives the checksum, o
 
 PAGE = 4096
 MAKE_S = 300.0  # how long to wait while another process makes the arena
-CHUNK_BYTES = 256 << 10  # copied, then summed while it is in the cache
+CHUNK_BYTES = 1 << 20  # copied, then summed while it is in a cache; of less, copies out of 4 KiB pages are slow
 _MAGIC = b"VPDARENA"
 _SUPER = struct.Struct("<8sQQQQ")  # magic, version, slot_bytes, slots, ways
 _VERSION = 1
