@@ -45,6 +45,13 @@ class FamilyCollector(Collector):
         prometheus_client.REGISTRY.register(families)
         return families
 
+    @classmethod
+    def of_engine(cls, model_name: str, engine: int | None) -> tuple[Self, tuple[str, ...]]:
+        """The process's object for the figures of one engine, and the values of their common labels. `engine` is its
+        number in the front end; None: the figures have no such label."""
+        labels = (model_name, ) if engine is None else (model_name, str(engine))
+        return cls.of_process(engine is not None), labels
+
     def counter(self, name: str, text: str, *labels: str) -> prometheus_client.Counter:
         """A counter. `labels`: those beside the common ones."""
         return prometheus_client.Counter(name, text, [*self._labels, *labels], registry=None)
@@ -121,8 +128,7 @@ class PDMetrics:
     """
 
     def __init__(self, model_name: str, engine: int | None = None) -> None:
-        self._families = families = HandoverFamilies.of_process(engine is not None)
-        self._labels = labels = (model_name, ) if engine is None else (model_name, str(engine))
+        self._families, self._labels = families, labels = HandoverFamilies.of_engine(model_name, engine)
         self.parked_blocks = families.parked_blocks.labels(*labels)
         self.quarantined_blocks = families.quarantined_blocks.labels(*labels)
         self.sending_blocks = families.sending_blocks.labels(*labels)

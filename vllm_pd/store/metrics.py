@@ -26,8 +26,7 @@ class StoreMetrics:
     """The figures of one engine. `engine` is its number in the front end; None: the figures have no such label."""
 
     def __init__(self, model_name: str, engine: int | None = None) -> None:
-        families = StoreFamilies.of_process(engine is not None)
-        labels = (model_name, ) if engine is None else (model_name, str(engine))
+        families, labels = StoreFamilies.of_engine(model_name, engine)
         self._events = {event: families.blocks.labels(*labels, event) for event in BLOCK_EVENTS}
         self._loads = {end: families.loads.labels(*labels, end) for end in LOAD_OUTCOMES}
 
