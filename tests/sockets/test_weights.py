@@ -234,4 +234,4 @@ def test_b104_all_that_decides_about_the_weights_is_in_the_name(tmp_path):
     assert stored_as(tmp_path) == names[-2]
     os.utime(file, (1, 1))
     assert stored_as(tmp_path, "dummy") == names[-1] and stored_as(tmp_path) not in names
-    assert stored_as("some/model") == model_of("an engine", 0, "0.32.0")
+    assert stored_as("some/model") == model_of("an engine", 0, "0.32.0", "")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 
-def model_of(fingerprint: Fingerprint, rank: int, release: str, weights: str = "") -> bytes:
+def model_of(fingerprint: Fingerprint, rank: int, release: str, weights: str) -> bytes:
     """The `model` of a `BlockKey`: all that decides what the bytes of a block of this rank mean. `release`: of vLLM,
     whole; the fingerprint has only its beginning, and files outlive an engine. `weights`: as from `weights_state`."""
     return hashlib.sha256(msgspec.json.encode([fingerprint, rank, release, weights])).digest()[:MODEL_BYTES]

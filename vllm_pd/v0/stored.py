@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from vllm.core.block_manager import SelfAttnBlockSpaceManager
     from vllm.core.scheduler import SchedulerOutputs
     from vllm.sequence import SequenceGroup
-
-logger = logging.getLogger("vllm.pd")
 
 _OWNER = "store"  # in place of an incarnation: these attempts go to no peer
 
