@@ -97,7 +97,7 @@ def test_b104_a_turn_computes_its_new_tokens_only_whoever_serves_it(fleet, mono)
 
 
 def test_b104_a_prefill_engine_loads_what_a_decode_engine_computed(fleet, mono):
-    """P loads for a job what D has not told it of, computes the rest, and D gets all of it."""
+    """P loads the blocks of a job that the store has, computes the rest of the prompt, and writes all of it to D."""
     p, d, e = fleet.engines
     stem = prompt(THRESHOLD - 1, "stem")  # short enough for D to compute it itself
     d.tokens([stem])

@@ -221,8 +221,8 @@ def hand_over(decode, prefill, request_id="r"):
 @pytest.mark.parametrize("broker, warned", [("tcp://192.0.2.1:4500", True), ("tcp://127.0.0.1:4500", False)])
 def test_a_loopback_that_engines_of_other_hosts_cannot_reach_is_warned_of(engine, caplog, broker, warned):
     engine(Settings(broker), m.Role.DECODE)
-    told = "bind=tcp://127.0.0.1:0: engines of other hosts can't reach this one, and the broker is at " + broker
-    assert (told in caplog.text) == warned
+    warning = "bind=tcp://127.0.0.1:0: engines of other hosts can't reach this one, and the broker is at " + broker
+    assert (warning in caplog.text) == warned
 
 
 # By one that had no answer for half a second.

@@ -256,7 +256,7 @@ def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(protoco
     attempt = submitted(protocol)
     transmitted(protocol)
     from_broker(protocol, m.Offer(m.Job(attempt, "", [1], 0, 1.0), 4))
-    assert transmitted(protocol) == [m.Credit(0, 4)], "what was offered in vain takes no place"
+    assert transmitted(protocol) == [m.Credit(0, 4)], "an offer that P drops takes no place"
     from_broker(protocol, m.Peers("c", 1, [US], 0), broker="c")
     put, credit = transmitted(protocol)
     assert isinstance(put, m.Put) and credit == m.Credit(0, 0)

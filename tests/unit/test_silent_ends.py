@@ -162,7 +162,7 @@ def test_b22_nobody_waits_for_an_engine_that_hangs(fleet):
     assert fleet.ends[late].reason is FallbackReason.PEER
     assert max(fleet.waits["e"]) < HUNG_S + DecodeLimits().lease_s + 1.0
     assert first in fleet.nodes["d"].open_attempts(), "its fence is up"
-    # it goes on: P's word takes the fences down, and it is offered jobs again
+    # P goes on: its messages take the fences down, and the broker offers it jobs again
     fleet.hangs = False
     fleet._step()
     assert not fleet.nodes["p"].state.hangs

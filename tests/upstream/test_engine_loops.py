@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's loop is told, whether steps follow, and what becomes of jobs where none do. The real binding and
-scheduler, as in `test_mutual_waits`."""
+"""The answers that an engine's loop gets on whether steps follow, and what becomes of jobs if none do. The real binding
+and scheduler, as in `test_mutual_waits`."""
 import asyncio
 
 import pytest
