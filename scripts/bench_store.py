@@ -3,12 +3,13 @@
 """The KV store: GB/s in and out beside memcpy and LMCache's CPU backend, the hits of its eviction beside the most, and
 what a look-up costs EngineCore.
 
-Bandwidth: one thread copies blocks of `--block-bytes` from one buffer into the store and from there to another, each
-larger than the caches of most machines. The ways take turns in each round. `memcpy` is numpy's copy between two
-buffers. `shared` is the same to and from a file on a tmpfs, which the arena is, too: where the kernel gives such files
-pages of 4 KiB (/sys/kernel/mm/transparent_hugepage/shmem_enabled), that alone is slower. `store` checks each block that
-it reads. LMCache is measured where it can be imported; its backend is a dictionary of one process over one buffer:
-allocate, copy in, put, get, copy out, remove.
+Bandwidth: one thread copies blocks of `--block-bytes` from a cache into the store and from there to another cache, each
+larger than the processor's caches. A block lies in `--parts` buffers, as an engine's lies in one or two for each layer.
+The ways take turns in each round. `memcpy` is numpy's copy, part by part, to a buffer and back. `shared` is the same to
+and from a file on a tmpfs, which the arena is, too: where the kernel gives such files pages of 4 KiB
+(/sys/kernel/mm/transparent_hugepage/shmem_enabled), that alone may be slower. `store` checks each block that it reads.
+LMCache is measured where it can be imported; its backend is a dictionary of one process over one buffer: allocate, copy
+in, put, get, copy out, remove.
 
 Hits: conversations (`vllm_pd.bench.simulation`) on an arena with a share of the blocks of the whole trace. A hit is a
 prompt's block that is there and all before it. The most that any cache of that size can have is `most_hits`.
@@ -52,19 +53,22 @@ def scattered_key_of(number: int) -> BlockKey:
     return key_of(number * 0x9E3779B97F4A7C15 % (1 << 64))
 
 
+Parts = list[np.ndarray]  # of a block: one for each layer, or more
+
+
 class Memcpy:
     """Copies to a buffer, and back."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self._memory = np.zeros((blocks, size), np.uint8) + 1
 
-    def put(self, number: int, data: np.ndarray) -> None:
+    def put(self, number: int, parts: Parts) -> None:
         """Copy a block in."""
-        np.copyto(self._memory[number], data)
+        copy_in(self._memory[number], parts)
 
-    def get(self, number: int, out: np.ndarray) -> None:
+    def get(self, number: int, parts: Parts) -> None:
         """Copy a block out."""
-        np.copyto(out, self._memory[number])
+        copy_out(self._memory[number], parts)
 
     def clear(self) -> None:
         """Nothing: it is overwritten."""
@@ -99,13 +103,13 @@ class OurStore:
         self._store = BlockStore(StoreSettings(str(folder), memory / 2**30), size)
         self._round = 0
 
-    def put(self, number: int, data: np.ndarray) -> None:
+    def put(self, number: int, parts: Parts) -> None:
         """Store a block."""
-        self._store.put(key_of(self._round << 32 | number), [data])
+        self._store.put(key_of(self._round << 32 | number), parts)
 
-    def get(self, number: int, out: np.ndarray) -> None:
+    def get(self, number: int, parts: Parts) -> None:
         """Read a block, and check it."""
-        if not self._store.get(key_of(self._round << 32 | number), [out]):
+        if not self._store.get(key_of(self._round << 32 | number), parts):
             raise RuntimeError(f"block {number} is not there")
 
     def clear(self) -> None:
@@ -137,18 +141,18 @@ class LMCacheBackend:
     def _name(self, number: int) -> object:
         return self._key("model", 1, 0, number, self._torch.uint8)
 
-    def put(self, number: int, data: np.ndarray) -> None:
+    def put(self, number: int, parts: Parts) -> None:
         """Allocate, copy, put."""
         block = self._backend.allocate(self._torch.Size([self._size]), self._torch.uint8, self._format)
-        np.copyto(np.frombuffer(block.byte_array, np.uint8), data)
+        copy_in(np.frombuffer(block.byte_array, np.uint8), parts)
         self._keys.append(self._name(number))
         self._backend.submit_put_task(self._keys[-1], block)
         block.ref_count_down()
 
-    def get(self, number: int, out: np.ndarray) -> None:
+    def get(self, number: int, parts: Parts) -> None:
         """Get, copy."""
         block = self._backend.get_blocking(self._name(number))
-        np.copyto(out, np.frombuffer(block.byte_array, np.uint8))
+        copy_out(np.frombuffer(block.byte_array, np.uint8), parts)
         block.ref_count_down()
 
     def clear(self) -> None:
@@ -161,12 +165,28 @@ class LMCacheBackend:
         """Nothing: it ends with the process."""
 
 
-def gb_per_s(act: Callable[[int, np.ndarray], None], rows: np.ndarray) -> float:
+def copy_in(block: np.ndarray, parts: Parts) -> None:
+    """Copy the parts into a block."""
+    at = 0
+    for part in parts:
+        np.copyto(block[at:at + len(part)], part)
+        at += len(part)
+
+
+def copy_out(block: np.ndarray, parts: Parts) -> None:
+    """Copy a block into the parts."""
+    at = 0
+    for part in parts:
+        np.copyto(part, block[at:at + len(part)])
+        at += len(part)
+
+
+def gb_per_s(act: Callable[[int, Parts], None], blocks: list[Parts]) -> float:
     """The rate at which `act` moves these blocks."""
     began_s = time.perf_counter()
-    for number, row in enumerate(rows):
-        act(number, row)
-    return rows.nbytes / (time.perf_counter() - began_s) / 1e9
+    for number, parts in enumerate(blocks):
+        act(number, parts)
+    return sum(part.nbytes for parts in blocks for part in parts) / (time.perf_counter() - began_s) / 1e9
 
 
 def ways(blocks: int, size: int, folder: Path) -> Iterator[tuple[str, Memcpy | OurStore | LMCacheBackend]]:
@@ -185,12 +205,24 @@ def memory_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="vllm-pd-bench-", dir="/dev/shm")
 
 
-def measure_rates(args: argparse.Namespace, size: int) -> dict[str, dict[str, object]]:
+def cache_of(blocks: int, parts: int, size: int, fill: Callable[[np.ndarray], None]) -> list[Parts]:
+    """The blocks of a cache that has a buffer for each part, as engines have for each layer."""
+    buffers = [np.empty((blocks, len(part)), np.uint8) for part in np.array_split(np.empty(size, np.uint8), parts)]
+    for buffer in buffers:
+        fill(buffer)
+    return [[buffer[number] for buffer in buffers] for number in range(blocks)]
+
+
+def measure_rates(args: argparse.Namespace, size: int, parts: int) -> dict[str, dict[str, object]]:
     """GB/s of each way: medians, and all rounds. The first round, in which memory is touched first, is left out."""
     blocks = max(8, int(args.gib * 2**30) // size)
     rng = np.random.default_rng(0)
-    source = rng.integers(0, 256, (blocks, size), np.uint8)
-    target = np.zeros((blocks, size), np.uint8) + 1
+
+    def randomize(buffer: np.ndarray) -> None:
+        buffer[:] = rng.integers(0, 256, buffer.shape, np.uint8)
+
+    source = cache_of(blocks, parts, size, randomize)
+    target = cache_of(blocks, parts, size, lambda buffer: buffer.fill(1))
     found: dict[str, dict[str, list[float]]] = {}
     with memory_folder() as folder:
         compared = dict(ways(blocks, size, Path(folder)))
@@ -258,6 +290,8 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--block-bytes", type=int, nargs="+", default=[256 << 10, 2 << 20, 6 << 20])
+    made.add_argument("--parts", type=int, nargs="+", default=[1, 32],
+                      help="in how many buffers a block lies: a cache has one for each layer, or two")
     made.add_argument("--gib", type=float, default=1.0, help="what is copied in each round")
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--conversations", type=int, default=300)
@@ -270,15 +304,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints three tables."""
     args = parser().parse_args(argv)
-    rates = {size: measure_rates(args, size) for size in args.block_bytes}
-    print("| block, KiB | way | in, GB/s | out, GB/s | in / memcpy | out / memcpy | in / shared | out / shared |\n"
-          "|---|---|---|---|---|---|---|---|")
-    for size, each in rates.items():
-        for name, found in each.items():
-            parts = [found[f"{way}_gb_per_s"] / each[base][f"{way}_gb_per_s"]
-                     for base in ("memcpy", "shared") for way in ("in", "out")]
-            print(f"| {size >> 10} | {name} | {found['in_gb_per_s']} | {found['out_gb_per_s']} | "
-                  + " | ".join(f"{part:.2f}" for part in parts) + " |")
+    rates = [{"block_bytes": size, "parts": parts, "ways": measure_rates(args, size, parts)}
+             for size in args.block_bytes for parts in args.parts]
+    print("| block, KiB | parts | way | in, GB/s | out, GB/s | in / memcpy | out / memcpy | in / shared "
+          "| out / shared |\n|---|---|---|---|---|---|---|---|---|")
+    for each in rates:
+        for name, found in each["ways"].items():
+            ratios = [found[f"{way}_gb_per_s"] / each["ways"][base][f"{way}_gb_per_s"]
+                      for base in ("memcpy", "shared") for way in ("in", "out")]
+            print(f"| {each['block_bytes'] >> 10} | {each['parts']} | {name} | {found['in_gb_per_s']} | "
+                  f"{found['out_gb_per_s']} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
     hits = [measure_hits(args, share) for share in (0.1, 0.25, 0.5, 1.0)]
     print("\n| slots / distinct blocks | hits | of one LRU list | most hits |\n|---|---|---|---|")
     for one in hits:

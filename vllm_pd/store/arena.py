@@ -45,8 +45,8 @@ from vllm_pd.store.slots import (
     ReadRecord,
     ScanSet,
     SetGeometry,
+    SetScan,
     SetSeal,
-    SlotHint,
     SlotRecord,
     Steps,
     SumPayload,
@@ -245,12 +245,11 @@ class BlockArena:
             os.close(self._fd)
             self._fd = -1
 
-    def _scan(self, step: ScanSet) -> list[SlotHint]:
+    def _scan(self, step: ScanSet) -> SetScan:
         headers = self._headers[step.slots.start:step.slots.stop]
-        begins = _WORD.unpack_from(step.key.name)[0]
-        return [SlotHint(seal != 0, used, slot, seal != 0 and name == begins) for slot, seal, used, name in
-                zip(step.slots, headers["seal"].tolist(), headers["used"].tolist(), headers["name"].tolist(),
-                    strict=True)]
+        is_sealed = headers["seal"] != 0
+        matches = np.flatnonzero(is_sealed & (headers["name"] == _WORD.unpack_from(step.key.name)[0]))
+        return SetScan([step.slots[index] for index in matches], is_sealed, headers["used"].copy())
 
     def _write_fields(self, step: WriteFields) -> None:
         start = self.shape.header_at(step.slot)
@@ -407,27 +406,22 @@ def _as_bytes(part: Buffer) -> np.ndarray:
     return np.frombuffer(part, np.uint8) if not isinstance(part, np.ndarray) else part.reshape(-1).view(np.uint8)
 
 
-def _pieces(arrays: Sequence[np.ndarray], view: memoryview) -> Iterator[tuple[np.ndarray, np.ndarray, memoryview]]:
-    """The same bytes as (piece of an array, piece of the view as an array, piece of the view)."""
-    at, target = 0, np.frombuffer(view, np.uint8)
+def _copy(key: BlockKey, arrays: Sequence[np.ndarray], view: memoryview, into_view: bool) -> int:
+    """Copy between arrays and view. Returns the checksum of the bytes where they have arrived.
+
+    By `np.positive`, a copy in numpy's vector loops: its own copy is memcpy, for which glibc uses `rep movsb` on some
+    processors, up to the size of an L2 cache. That is half as fast out of the 4 KiB pages that a tmpfs mostly has.
+    """
+    checksum = checksummer(key, len(view))
+    at, slot = 0, np.frombuffer(view, np.uint8)
     for array in arrays:
         for start in range(0, len(array), CHUNK_BYTES):
             piece = array[start:start + CHUNK_BYTES]
-            end = at + len(piece)
-            yield piece, target[at:end], view[at:end]
-            at = end
-
-
-def _copy(key: BlockKey, arrays: Sequence[np.ndarray], view: memoryview, into_view: bool) -> int:
-    """Copy between arrays and view. Returns the checksum of the bytes where they have arrived."""
-    checksum = checksummer(key, len(view))
-    for piece, target, target_view in _pieces(arrays, view):
-        if into_view:
-            np.copyto(target, piece)
-            checksum.update(target_view)
-        else:
-            np.copyto(piece, target)
-            checksum.update(piece)
+            in_slot = slot[at:at + len(piece)]
+            source, target = (piece, in_slot) if into_view else (in_slot, piece)
+            np.positive(source, target)
+            checksum.update(target)
+            at += len(piece)
     return checksum.intdigest()
 
 

@@ -7,8 +7,9 @@ length, so bytes of another block, or of another length, never pass for this one
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 MAGIC = b"VPDKV\0\0\1"  # the last byte is the version of the format
@@ -22,6 +23,9 @@ _FIELDS = struct.Struct("<8s16s32sQQ")  # magic, model, name, length, checksum; 
 _WORD = struct.Struct("<Q")
 AHEAD_NS = 600 * 10**9  # the clock was set back, if a time of use is further ahead of it than this
 assert _FIELDS.size == SEAL_OFFSET
+
+
+Times = TypeVar("Times", int, np.ndarray)
 
 
 class BlockKey(NamedTuple):
@@ -69,8 +73,8 @@ def checksummer(key: BlockKey, length: int) -> xxh3_64:
     return xxh3_64(seed=xxh3_64_intdigest(key.model + key.name + _WORD.pack(length)))
 
 
-def recency(used_ns: int, now_ns: int) -> tuple[bool, int]:
-    """By this the least recently used comes first, whether in slots or in files. A time of use that is yet to come is
-    of a clock that was set back since: what has it comes before all others, or it would stay until that time, and what
-    is used now would go instead."""
+def recency(used_ns: Times, now_ns: int) -> tuple[Times, Times]:
+    """By this the least recently used comes first, whether in slots (of an array of times) or in files (of one time).
+    A time of use that is yet to come is of a clock that was set back since: what has it comes before all others, or it
+    would stay until that time, and what is used now would go instead."""
     return used_ns <= now_ns + AHEAD_NS, used_ns

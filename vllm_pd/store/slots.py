@@ -26,6 +26,8 @@ from collections.abc import Generator
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from vllm_pd.store.blocks import BlockHeader, BlockKey, recency, seal_of
 
 WAYS = 64  # slots in a set, at least: fewer are full while others are not, more take longer to look through
@@ -54,16 +56,16 @@ class SlotRecord(NamedTuple):
     used_ns: int
 
 
-class SlotHint(NamedTuple):
-    """What a quick look says of a slot, unchecked: whether it seems to hold a block, and the one looked for."""
-    is_sealed: bool
-    used_ns: int
-    slot: int
-    matches: bool
+class SetScan(NamedTuple):
+    """What a quick look at a set says, unchecked. The arrays have an element for each slot, in order, and are the
+    caller's own."""
+    matches: list[int]  # the slots that seem to hold the block looked for
+    is_sealed: np.ndarray  # bool: it seems to hold a block
+    used_ns: np.ndarray  # uint64
 
 
 class ScanSet(NamedTuple):
-    """Gives a list of `SlotHint`s, one for each of the slots."""
+    """Gives a `SetScan`."""
     slots: range
     key: BlockKey
 
@@ -139,13 +141,16 @@ Steps = Generator[NamedTuple, Any, Any]
 
 def put(geometry: SetGeometry, key: BlockKey, length: int, now_ns: int) -> Steps:
     """Store a block of `length` bytes. Returns a `PutResult`."""
-    hints = yield ScanSet(geometry.candidates(key), key)
-    for hint in hints:
-        header = (yield ReadRecord(hint.slot)).header if hint.matches else None
+    candidates = geometry.candidates(key)
+    scan = yield ScanSet(candidates, key)
+    for slot in scan.matches:
+        header = (yield ReadRecord(slot)).header
         if header is not None and (header.key, header.length) == (key, length):
-            yield TouchSlot(hint.slot, now_ns)
+            yield TouchSlot(slot, now_ns)
             return PutResult.PRESENT
-    for _, used_ns, slot, _ in sorted(hints, key=lambda hint: (hint.is_sealed, recency(hint.used_ns, now_ns))):
+    not_ahead, used = recency(scan.used_ns, now_ns)
+    for index in np.lexsort((used, not_ahead, scan.is_sealed)):
+        slot, used_ns = candidates[index], int(scan.used_ns[index])
         if not (yield LockSlot(slot, True)):
             continue
         record = yield ReadRecord(slot)
@@ -169,9 +174,8 @@ def put(geometry: SetGeometry, key: BlockKey, length: int, now_ns: int) -> Steps
 def lease(geometry: SetGeometry, key: BlockKey, length: int, now_ns: int) -> Steps:
     """Find a block and lock it against being replaced. Returns its slot, or None: it is not there, or is being written.
     The caller yields `UnlockSlot` for it, or ends."""
-    for hint in (yield ScanSet(geometry.candidates(key), key)):
-        slot = hint.slot
-        if not hint.matches or not (yield LockSlot(slot, False)):
+    for slot in (yield ScanSet(geometry.candidates(key), key)).matches:
+        if not (yield LockSlot(slot, False)):
             continue
         record = yield ReadRecord(slot)
         if record.header is not None and record.header.key == key and record.header.length == length:

@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from vllm_pd.store import slots
 from vllm_pd.store.blocks import BlockHeader, BlockKey, seal_of
 from vllm_pd.store.slots import SetGeometry, SlotRecord
@@ -63,7 +65,7 @@ class ArenaModel:
         """The operation as a generator: others may act at each yield. Returns its result. `taken` gets the pieces that
         a reader copies."""
         if isinstance(step, slots.ScanSet):
-            return [self._hint(number, step.key) for number in step.slots]
+            return self._scan(step)
         slot = self.slots[step.slot]
         match step:
             case slots.ReadRecord():
@@ -100,11 +102,13 @@ class ArenaModel:
                 return checksum_of(step.key, step.length, taken)
         return None
 
-    def _hint(self, number: int, key: BlockKey) -> slots.SlotHint:
-        """From memory as it is: the name may be of another time than the seal."""
-        slot = self.slots[number]
-        matches = slot.header is not None and slot.header.key.name[:8] == key.name[:8]
-        return slots.SlotHint(slot.seal != 0, slot.used_ns, number, slot.seal != 0 and matches)
+    def _scan(self, step: slots.ScanSet) -> slots.SetScan:
+        """From memory as it is: a name may be of another time than its seal."""
+        found = [self.slots[number] for number in step.slots]
+        matches = [number for number, slot in zip(step.slots, found, strict=True)
+                   if slot.seal and slot.header is not None and slot.header.key.name[:8] == step.key.name[:8]]
+        return slots.SetScan(matches, np.array([slot.seal != 0 for slot in found]),
+                             np.array([slot.used_ns for slot in found], np.uint64))
 
     def lock(self, slot: ModelSlot, process: int, exclusive: bool) -> bool:
         """What the kernel does at a lock."""
