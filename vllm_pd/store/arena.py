@@ -66,7 +66,7 @@ Fill = Callable[[memoryview], int | None]  # fills a view; gives the checksum, o
 
 PAGE = 4096
 MAKE_S = 300.0  # how long to wait while another process makes the arena
-CHUNK_BYTES = 1 << 20  # copied, then summed while it is in a cache; of less, copies out of 4 KiB pages are slow
+CHUNK_BYTES = 1 << 20  # copied, then summed while it is in a cache
 _MAGIC = b"VPDARENA"
 _SUPER = struct.Struct("<8sQQQQ")  # magic, version, slot_bytes, slots, ways
 _VERSION = 1
@@ -410,7 +410,7 @@ def _copy(key: BlockKey, arrays: Sequence[np.ndarray], view: memoryview, into_vi
     """Copy between arrays and view. Returns the checksum of the bytes where they have arrived.
 
     By `np.positive`, a copy in numpy's vector loops: its own copy is memcpy, for which glibc uses `rep movsb` on some
-    processors, up to the size of an L2 cache. That is half as fast out of the 4 KiB pages that a tmpfs mostly has.
+    processors, up to the size of an L2 cache; out of a tmpfs, mostly in pages of 4 KiB, that can be a third as fast.
     """
     checksum = checksummer(key, len(view))
     at, slot = 0, np.frombuffer(view, np.uint8)
