@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checking and choosing ports before anything is started, so that one in use is an error within the first second."""
 
+import errno
 import itertools
 import os
 import socket
@@ -16,21 +17,34 @@ _turns = itertools.count(int.from_bytes(os.urandom(4), "big"))  # random, so tha
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen at (host, port) now. A port in TIME_WAIT counts as free, as it does for servers."""
+    return _bind_error(host, port) is None
+
+
+def require_free(key: str, host: str, ports: Iterable[int]) -> None:
+    """Raises ConfigError, naming `key` and the port, if no server could listen at one of `ports` now."""
+    for port in ports:
+        error = _bind_error(host, port)
+        if error is not None:
+            raise ConfigError(key, f"{host}:{port}", _bind_cure(error))
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    """Why no server could listen at (host, port) now; None where one could."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
-def require_free(key: str, host: str, ports: Iterable[int]) -> None:
-    """Raises ConfigError, naming `key` and the port, if one of `ports` is in use."""
-    for port in ports:
-        if not is_free(host, port):
-            raise ConfigError(key, f"{host}:{port}", "that port is in use: stop what listens there, or write another "
-                              "one")
+def _bind_cure(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "that port is in use: stop what listens there, or write another one"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"{error.strerror}: write a port at which you may listen"
+    return f"{error.strerror}: write an IPv4 address of this machine"
 
 
 def require_free_front(address: str, engine_id: str) -> None:

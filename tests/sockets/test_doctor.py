@@ -90,7 +90,7 @@ def test_ports():
         other.bind(("127.0.0.1", 0))
         other.listen()
         [taken] = doctor.check_port(other.getsockname()[1])
-    assert not taken.ok and "in use" in taken.fact
+    assert not taken.ok and "in use" in taken.cure
     [free] = doctor.check_port(take_free("127.0.0.1"))
     assert free.ok
     [wrong] = doctor.check_port(70000)

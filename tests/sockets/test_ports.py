@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports that are looked for before anybody listens on them."""
 
+import errno
 import socket
 
 import pytest
@@ -31,6 +32,24 @@ def test_b80_a_taken_port_is_refused_and_never_taken_again():
         with pytest.raises(ConfigError, match=f"bind.*{port}.*in use"):
             require_free("bind", HOST, [port])
     require_free("bind", HOST, [port])
+
+
+@pytest.mark.parametrize("host, words", [
+    ("203.0.113.1", "Cannot assign requested address: write an IPv4 address"),
+    ("no-such-host.invalid", ": write an IPv4 address of this machine")])
+def test_b80_an_address_of_another_machine_is_no_port_in_use(host, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        require_free("--bind", host, [take_free(HOST)])
+    assert "in use" not in refused.value.cure and not is_free(host, take_free(HOST))
+
+
+def test_b80_a_port_of_the_system_is_no_port_in_use(monkeypatch):
+    def bind(probe: socket.socket, address: tuple) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket, ), {"bind": bind}))
+    with pytest.raises(ConfigError, match="--port='127.0.0.1:80'.*Permission denied: write a port at which you may"):
+        require_free("--port", HOST, [80])
 
 
 def test_b80_a_reserved_port_is_refused_until_it_is_released():

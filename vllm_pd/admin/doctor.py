@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 from vllm_pd.admin.members import Access, MemberList, list_members
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.installation import PLUGIN, World, check_installation, find_installation
-from vllm_pd.ports import is_free
+from vllm_pd.ports import require_free
 from vllm_pd.v1.required import REQUIRED, check_installed
 
 NO_WORLD_CURE = ("pip install a wheel of scripts/build_wheel.py for engine V0, or a stock vllm and vllm-pd for engine "
@@ -213,11 +213,13 @@ def check_port(port: int) -> Iterator[Finding]:
     """A server could listen at this port of the loopback."""
     if not 1 <= port <= 65535:
         yield Finding("port", f"{port} is no port", "write 1 to 65535")
-    elif is_free("127.0.0.1", port):
-        yield Finding("port", f"{port} is free")
+        return
+    try:
+        require_free("port", "127.0.0.1", [port])
+    except ConfigError as error:
+        yield Finding("port", f"{port} can't be used", error.cure + " (--port, --broker-port or --bind)")
     else:
-        yield Finding("port", f"{port} is in use", "stop what listens there, or choose another with --port, "
-                      "--broker-port or --bind")
+        yield Finding("port", f"{port} is free")
 
 
 def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
