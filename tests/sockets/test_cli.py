@@ -36,6 +36,7 @@ def call(monkeypatch, *arguments: str) -> int:
     (["broker", "--ttl-s", "-1"], "--ttl-s"),
     (["broker", "--ttl-s", "nan"], "--ttl-s"),
     (["status", "--broker", "nats://127.0.0.1:4222", "--nats-ca", certifi.where()], "--nats-ca"),
+    (["status", "--broker", "nats://127.0.0.1:4222", "--ttl-s", "nan"], "--ttl-s"),
     (["up", "m", "--prefill", "0"], "--prefill"),
     (["up", "m", "--pd", "lease=3"], "lease"),
     (["up", "m", "--pd", "lease_s"], "--pd"),

@@ -22,7 +22,7 @@ from tests.fakes.brokers import NatsServer, patience  # noqa: F401
 from tests.sockets import test_agent, test_broker_contract
 from tests.sockets.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from tests.waiting import wait_for
-from vllm_pd.admin import doctor, members
+from vllm_pd.admin import doctor
 from vllm_pd.admin.members import Access, list_members
 from vllm_pd.broker import nats_backend, nats_members, nats_session, nats_store
 from vllm_pd.broker.directory import Directory
@@ -462,8 +462,7 @@ def jwt(claims, name, subject, issuer):
     return (words + b"." + part(pair.sign(words))).decode()
 
 
-def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(members, "TTL_S", 600.0)
+def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path):
     good = secret_file(tmp_path / "seed", SEED + "\n")
     bad = secret_file(tmp_path / "bad", nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_USER).decode())
     with nkey_server(tmp_path) as server:
@@ -474,7 +473,8 @@ def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path, monkeypatc
             wait_for(lambda stranger=stranger: stranger.line._problem, "it does not hear why")
             assert stranger.line.send(m.Register(stranger.member)) is SendResult.UNREACHABLE
             stranger.close()
-        census = list_members(server.url, timeout_s=60.0, access=Access(nats_credentials=good, nats_prefix="x"))
+        access = Access(nats_credentials=good, nats_prefix="x", ttl_s=600.0)
+        census = list_members(server.url, timeout_s=60.0, access=access)
         assert [one.incarnation for one in census.members] == [d.name]
         with pytest.raises(ControlError):
             list_members(server.url, access=Access(nats_credentials=bad, nats_prefix="x"))
@@ -526,9 +526,8 @@ def test_b82_tls_is_checked(tmp_path):
 # Looking from outside.
 
 
-def test_b42_doctor_asks_a_nats_server(server, prefix, speaker, monkeypatch):
-    monkeypatch.setattr(members, "TTL_S", 600.0)  # nobody says a word meanwhile
-    access = Access(nats_prefix=prefix)
+def test_b42_doctor_asks_a_nats_server(server, prefix, speaker):
+    access = Access(nats_prefix=prefix, ttl_s=600.0)  # nobody says a word meanwhile
     with pytest.raises(ControlError, match="no engine has ever been here"):
         list_members(server.url, access=access)
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
@@ -544,10 +543,10 @@ def test_b42_doctor_asks_a_nats_server(server, prefix, speaker, monkeypatch):
 
 
 class SlowStore:
-    """Of a server whose clock shows what ours does, and is a second away. Somebody was there half a second ago."""
+    """Of a server whose clock shows what ours does, and is a second away. Somebody was there `age_s` ago."""
 
-    def __init__(self, monkeypatch):
-        self.time_s = 100.0
+    def __init__(self, monkeypatch, age_s=0.5):
+        self.time_s, self.age_s = 100.0, age_s
         for module in (nats_session, nats_members):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.time_s))
 
@@ -560,7 +559,7 @@ class SlowStore:
 
     async def watch_members(self):
         frame = codec.encode("a", m.Register(m.Member("a", m.Role.DECODE, "", FINGERPRINT)))
-        yield nats_store.BucketEntry("a", frame, self.time_s - 0.5)
+        yield nats_store.BucketEntry("a", frame, self.time_s - self.age_s)
         yield None
 
     async def all_waiting(self):
@@ -568,6 +567,12 @@ class SlowStore:
 
     async def close(self):
         pass
+
+
+def test_b42_commands_list_engines_with_slow_heartbeats_by_their_own_ttl(monkeypatch):
+    monkeypatch.setattr(nats_members, "Store", SlowStore(monkeypatch, age_s=6.0))
+    for ttl_s, count in ((5.0, 0), (30.0, 1)):
+        assert len(list_members("nats://127.0.0.1:4222", access=Access(ttl_s=ttl_s)).members) == count
 
 
 async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatch):

@@ -29,19 +29,22 @@ class MemberList:
 
 @dataclass(frozen=True)
 class Access:
-    """The files with which a command is admitted to brokers and engines, as in the engines' settings of these names."""
+    """How a command reaches brokers and engines, as in the engines' settings of these names. Times in seconds."""
     keys: Annotated[str | None, Option("The cluster's key, made by `vllm-pd keys`; needed beyond the loopback.",
                                        metavar="FILE")] = None
     nats_credentials: Annotated[str | None, Option("The NATS user's file.", metavar="FILE")] = None
     nats_ca: Annotated[str | None, Option("Certificates to check a tls:// server with.", metavar="FILE")] = None
     nats_prefix: Annotated[str, Option("As nats_prefix in the engines' settings.")] = DEFAULT_PREFIX
+    ttl_s: Annotated[float, Option("As ttl_s in the engines' settings: over NATS, one that has sent nothing for this "
+                                   "long is gone.")] = TTL_S
 
     def load_keys(self) -> Keys | None:
         """The cluster's key; None without a file. Raises ConfigError for an invalid file."""
         return None if self.keys is None else Keys.load(self.keys, "--keys")
 
     def nats(self, key: str, broker: str) -> NatsAddress:
-        """The NATS address `broker`, given as option `key`. Raises ConfigError for an invalid address or file."""
+        """The NATS address `broker`, given as option `key`. Raises ConfigError for an invalid option or file."""
+        PDConfig.check_number("ttl_s", self.ttl_s, "--ttl-s")
         if self.nats_credentials is not None:
             check_credentials("--nats-credentials", self.nats_credentials)
         if self.nats_ca is not None:
@@ -61,7 +64,7 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
             from vllm_pd.broker.nats_members import list_nats_members
         except ImportError as error:
             raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
-        members, queue_length = list_nats_members(access.nats(key, broker), TTL_S, timeout_s)
+        members, queue_length = list_nats_members(access.nats(key, broker), access.ttl_s, timeout_s)
         return MemberList(tuple(members), queue_length)
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
