@@ -2,8 +2,10 @@
 """`vllm-pd doctor` tells a good installation from a bad one, and says what to do (B42, B80)."""
 
 import base64
+import functools
 import hashlib
 import socket
+import threading
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -52,6 +54,26 @@ def test_census_of_something_else_ends():
         other.listen()
         with pytest.raises(ControlError):
             list_members(f"tcp://127.0.0.1:{other.getsockname()[1]}", timeout_s=2.0)
+
+
+def test_b42_each_reason_why_a_broker_can_not_be_asked_has_its_cure(monkeypatch):
+    monkeypatch.setattr(doctor, "list_members", functools.partial(list_members, timeout_s=2.0))
+    address = f"tcp://127.0.0.1:{take_free('127.0.0.1')}"
+    [missing] = doctor.check_peers(address)
+    assert missing.cure == f"start it: vllm-pd broker --bind {address}"
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):  # it is stopped, or has another key
+        [silent] = doctor.check_peers(address)
+    assert "give --keys as it has it" in silent.cure and "vllm-pd broker --bind" not in silent.cure
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
+        other.linger = 0
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        asked = threading.Thread(target=lambda: other.send_multipart(
+            [other.recv_multipart()[0], b"PD" + bytes((PROTOCOL + 1, )) + b"whatever that version says"]))
+        asked.start()
+        [newer] = doctor.check_peers(f"tcp://127.0.0.1:{port}")
+        asked.join(60)
+    assert f"protocol differs: ours is '{PROTOCOL}', theirs is '{PROTOCOL + 1}'" in newer.fact
+    assert "install one release" in newer.cure
 
 
 def test_b42_peers_that_differ_are_named_with_both_values():

@@ -6,11 +6,13 @@ libraries do so in a process of their own, because a wrong library may end the p
 """
 
 import base64
+import contextlib
 import csv
 import hashlib
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,9 +24,11 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from vllm_pd.admin.members import Access, MemberList, list_members
-from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.errors import ConfigError, PDError, PeerMismatch
 from vllm_pd.installation import PLUGIN, World, check_installation, find_installation
 from vllm_pd.ports import require_free
+from vllm_pd.rpc.addresses import parse_endpoint
+from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.v1.required import REQUIRED, check_installed
 
 NO_WORLD_CURE = ("pip install a wheel of scripts/build_wheel.py for engine V0, or a stock vllm and vllm-pd for engine "
@@ -34,6 +38,7 @@ PLUGIN_CURE = ("pip install a supported vllm and vllm-pd again (docs/v1.md), or 
                "`VLLM_PD_ENGINE=v1 . scripts/env.sh`")
 INSTALL_CURE = "enter the environment (`. scripts/env.sh`), or pip install the wheel of scripts/build_wheel.py again"
 NATIVE_TIMEOUT_S = 600.0
+LISTENS_TIMEOUT_S = 2.0
 LOAD_STOCK = "import vllm.config; from vllm.platforms import current_platform as p; print('vllm on', p.device_type)"
 LOAD_EXTENSION = "import torch, vllm._C; print('torch', torch.__version__)"
 CREATE_AGENT = """
@@ -230,11 +235,24 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
         yield Finding("broker", f"{error.key}={error.value} can't be used", error.cure)
         return
     except PDError as error:
-        yield Finding("broker", str(error), "start a nats-server with JetStream there, and an engine"
-                      if broker.startswith(("nats:", "tls:")) else f"start it: vllm-pd broker --bind {broker}")
+        yield Finding("broker", str(error), _broker_cure(error, broker, access or Access()))
         return
     yield Finding("broker", f"{broker} answers; {listed.queue_length} jobs wait")
     yield from judge_peers(listed)
+
+
+def _broker_cure(error: PDError, broker: str, access: Access) -> str:
+    """What to do about a broker that can't be asked."""
+    if isinstance(error, PeerMismatch):
+        return "install one release of vllm-pd here and at the broker, and start the broker again"
+    if NatsAddress.is_url(broker):
+        return ("start a nats-server with JetStream there, and an engine; where they run, give --nats-credentials, "
+                "--nats-ca and --nats-prefix as the engines have them")
+    host, port = parse_endpoint("--broker", broker, keyed=access.keys is not None)
+    with contextlib.suppress(OSError), socket.create_connection((host, port), LISTENS_TIMEOUT_S):
+        return ("something listens there: if it is a broker, give --keys as it has it; if it is stopped, or no broker, "
+                "end it and start a broker")
+    return f"start it: vllm-pd broker --bind {broker}{'' if access.keys is None else f' --keys {access.keys}'}"
 
 
 def judge_peers(listed: MemberList) -> Iterator[Finding]:
