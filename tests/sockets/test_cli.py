@@ -40,6 +40,7 @@ def call(monkeypatch, *arguments: str) -> int:
     (["up", "m", "--prefill", "0"], "--prefill"),
     (["up", "m", "--pd", "lease=3"], "lease"),
     (["up", "m", "--pd", "lease_s"], "--pd"),
+    (["up", "m", "--pd", "lease_s=3", "--pd", "lease_s=30"], "--pd lease_s"),
     (["up", "m", "--", "--port", "1"], "-- --port"),
     (["bench", "handover", "--decode", "http://127.0.0.1:1", "--prefill", "http://127.0.0.1:1"], "--decode"),
 ])

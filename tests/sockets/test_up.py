@@ -26,7 +26,14 @@ from vllm_pd.installation import World
 from vllm_pd.launch import plan as launch_plan
 from vllm_pd.launch import printer as launch_printer
 from vllm_pd.launch.child import Child
-from vllm_pd.launch.plan import STARTING_AT_ONCE, UpOptions, parse_setting, plan_fleet, starting_at_once
+from vllm_pd.launch.plan import (
+    STARTING_AT_ONCE,
+    UpOptions,
+    parse_setting,
+    parse_settings,
+    plan_fleet,
+    starting_at_once,
+)
 from vllm_pd.launch.printer import LinePrinter
 from vllm_pd.launch.shares import split_evenly
 from vllm_pd.launch.up import Fleet, StartError
@@ -120,6 +127,13 @@ class TestPlan:
         with pytest.raises(ConfigError, match="engine V0"):
             plan(router=True, order="prefill-first")
 
+    @pytest.mark.parametrize("pd", [{"transport": "torch"}, {"hold_s": 0}])
+    def test_b102_the_order_prefill_first_needs_prefill_engines_that_keep_prompts(self, monkeypatch, pd):
+        monkeypatch.setattr(launch_plan, "find_installation", lambda: SimpleNamespace(world=World.PLUGIN))
+        plan(router=True, pd=pd)
+        with pytest.raises(ConfigError, match="--order='prefill-first'.*leave out --pd transport=torch and --pd hold"):
+            plan(router=True, order="prefill-first", pd=pd)
+
     def test_options_go_to_the_router(self):
         text = "--continue-streams --policy round-robin --unready-s=0.5"
         command = plan(router=True, router_args=text).router.command
@@ -183,6 +197,8 @@ class TestPlan:
         ({"pd": {"lease": 3}}, "lease"), ({"pd": {"lease_s": "long"}}, "lease_s"),
         ({"serve_args": ["--port", "1"]}, "-- --port"), ({"serve_args": ["--kv-transfer-config={}"]}, "-- --kv"),
         ({"serve_args": ["--kv_transfer_config", "{}"]}, "-- --kv"), ({"serve_args": ["--host=0.0.0.0"]}, "-- --host"),
+        ({"pd": {"bind": "tcp://127.0.0.1:5800"}}, "--pd bind"),
+        ({"serve_args": ["--ssl-certfile", "c"]}, "-- --ssl-certfile"), ({"serve_args": ["--uds=/s"]}, "-- --uds"),
         ({"serve_args": ["--data-parallel-size", "2"], "router": True}, "--data-parallel-size"),
         ({"serve_args": ["-dp=3"], "router": True}, "-dp"),
         ({"gpus": "0,0"}, "--gpus"), ({"gpus": "-1"}, "--gpus"), ({"gpus": "a"}, "--gpus"),
@@ -215,6 +231,11 @@ class TestPlan:
         for wrong in ("lease_s", "=3", ""):
             with pytest.raises(ConfigError, match="key=value"):
                 parse_setting(wrong)
+
+    def test_b80_a_setting_is_given_once(self):
+        assert parse_settings(["lease_s=30", "hold_s=5"]) == {"lease_s": 30, "hold_s": 5}
+        with pytest.raises(ConfigError, match="--pd lease_s=5 .*given before as 30"):
+            parse_settings(["lease_s=30", "lease_s=5"])
 
 
 class Running:

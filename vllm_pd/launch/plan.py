@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -50,7 +50,7 @@ class UpOptions:
     broker_port: Annotated[int, Option("Port of the broker; 0 takes a free one.")] = 0
     pd: Annotated[Mapping[str, Any], Option(
         "A setting of every engine, like max_local_prefill_tokens=500; may be repeated.", metavar="KEY=VALUE",
-        parse=lambda texts: dict(map(parse_setting, texts)))] = field(default_factory=dict)
+        parse=lambda texts: parse_settings(texts))] = field(default_factory=dict)
     gpus: Annotated[str, Option("The GPUs that the engines share, evenly; by default each sees all of them.",
                                 metavar="0,1")] = ""
     serve_args: Annotated[Sequence[str], Option("What follows -- goes to every `vllm serve`.", metavar="[-- ARGS...]",
@@ -132,8 +132,13 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
                           f"{ports.start}..{ports.stop - 1}, or 0 for a free one")
     if "broker" in options.pd:
         raise ConfigError("--pd broker", options.pd["broker"], "`up` starts the broker itself: use --broker-port")
-    for role in ROLE_NAMES:
-        PDConfig.parse(role.value, {**options.pd, "broker": f"tcp://{HOST}:1"})
+    configs = {role: PDConfig.parse(role.value, {**options.pd, "broker": f"tcp://{HOST}:1"}) for role in ROLE_NAMES}
+    if not configs[Role.DECODE].bind.endswith(":0"):
+        raise ConfigError("--pd bind", options.pd["bind"], "each engine needs a control port of its own: write port 0, "
+                          "or leave it out")
+    if prefill_first and not configs[Role.PREFILL].holds_prompts:
+        raise ConfigError("--order", options.order, "with these settings no prefill engine keeps a prompt: leave out "
+                          "--pd transport=torch and --pd hold_s=0, or --order")
     require_free("--port", HOST, ports)
     if options.broker_port:
         require_free("--broker-port", HOST, [options.broker_port])
@@ -231,6 +236,17 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """The settings of several `--pd KEY=VALUE`. Raises ConfigError for an invalid one, and for a key given twice."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, value = parse_setting(text)
+        if key in settings:
+            raise ConfigError(f"--pd {key}", value, f"it is given before as {settings[key]!r}: write each key once")
+        settings[key] = value
+    return settings
+
+
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """The value of a flag in a command line, `--flag VALUE` or `--flag=VALUE`; the last one counts."""
     value = None
@@ -263,11 +279,16 @@ def _refuse_ranks(serve_args: Sequence[str]) -> None:
 
 
 def refuse_ours(serve_args: Sequence[str]) -> None:
-    """Raises ConfigError for a flag of `vllm serve` that whoever starts engines sets for each of them."""
+    """Raises ConfigError for a flag of `vllm serve` that whoever starts engines sets for each of them, or that takes
+    their server from 127.0.0.1 and plain HTTP."""
     for argument in serve_args:
-        flag: str | None = OWN_FLAGS.get(argument.partition("=")[0].replace("_", "-"))
-        if flag is not None:
-            raise ConfigError(f"-- {argument}", None, f"this command sets it for each engine: use {flag}")
+        name = argument.partition("=")[0].replace("_", "-")
+        instead = OWN_FLAGS.get(name)
+        if instead is not None:
+            raise ConfigError(f"-- {argument}", None, f"this command sets it for each engine: use {instead}")
+        if name == "--uds" or name.startswith("--ssl-"):
+            raise ConfigError(f"-- {name}", value_of(name, serve_args), "this command reaches each engine by plain "
+                              "HTTP at a port of 127.0.0.1: leave it out, and put a server with TLS in front")
 
 
 def default_gpu() -> str:
