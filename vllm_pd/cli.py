@@ -5,7 +5,6 @@ Options that are settings come from the settings' classes (`vllm_pd.options`). W
 by itself, so that the broker starts without an HTTP client and `--help` without an engine.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Iterable
@@ -79,10 +78,9 @@ def up(options: UpOptions, state: StateFile = None,
        pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Give each engine cores of its own; by "
                                                    "default where vllm runs on the CPU.")] = None) -> None:
     """Start a broker, prefill engines and decode engines; print their addresses; end them all together."""
-    from vllm_pd.launch.plan import engines_run_on_cpu, plan_fleet
+    from vllm_pd.launch.plan import cores_to_pin, plan_fleet
     from vllm_pd.launch.up import Fleet
-    pinned = engines_run_on_cpu() if pin is None else pin
-    plan = plan_fleet(options, sorted(os.sched_getaffinity(0)) if pinned else ())
+    plan = plan_fleet(options, cores_to_pin(options, pin))
     fleet = Fleet(plan, state=state, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s, stop_on_death=stop_on_death)
     raise typer.Exit(fleet.run())
 

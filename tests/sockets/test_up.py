@@ -29,6 +29,7 @@ from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import (
     STARTING_AT_ONCE,
     UpOptions,
+    cores_to_pin,
     parse_setting,
     parse_settings,
     plan_fleet,
@@ -175,6 +176,21 @@ class TestPlan:
         monkeypatch.setattr(launch_plan, "engines_run_on_cpu", lambda: False)
         assert starting_at_once(plan().engines) == 1, "all of them see all GPUs"
         assert starting_at_once(plan(serve_args=("--kv-cache-memory-bytes=1G", )).engines) == STARTING_AT_ONCE
+
+    def test_b80_engines_on_gpus_say_how_they_share_them(self, monkeypatch):
+        monkeypatch.setattr(launch_plan, "engines_run_on_cpu", lambda: False)
+        with pytest.raises(ConfigError, match="--gpus=None.*like --gpus 0,1, or all of them on one with --gpus 0"):
+            cores_to_pin(UpOptions("m"), None)
+        assert cores_to_pin(UpOptions("m", gpus="0"), None) == []
+        for arguments in (["--gpu-memory-utilization=0.4"], ["--kv_cache_memory_bytes", "1G"]):
+            assert cores_to_pin(UpOptions("m", serve_args=arguments), None) == []
+        with pytest.raises(ConfigError, match="--gpus='0'.*leave out --pin, or --gpus"):
+            cores_to_pin(UpOptions("m", gpus="0"), True)
+
+    def test_engines_on_the_cpu_are_pinned_unless_told_otherwise(self, monkeypatch):
+        monkeypatch.setattr(launch_plan, "engines_run_on_cpu", lambda: True)
+        ours = sorted(os.sched_getaffinity(0))
+        assert [cores_to_pin(UpOptions("m"), pin) for pin in (None, True, False)] == [ours, ours, []]
 
     def test_fewer_cores_than_engines_gives_each_one_thread_and_pins_none(self):
         made = plan(cores=[0, 1], prefill=1, decode=2)

@@ -34,6 +34,7 @@ OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instea
     "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_MEMORY = 0.8  # of each, for all engines that share it
+MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
 SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
 ROLE_NAMES = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
@@ -222,6 +223,19 @@ def engines_run_on_cpu() -> bool:
     """Whether the installed vllm is built for the CPU. Engines on accelerators are not pinned."""
     found = find_installation()
     return "cpu" in found.distribution or "cpu" in (found.vllm or "")
+
+
+def cores_to_pin(options: UpOptions, pin: bool | None) -> list[int]:
+    """The cores that the engines are pinned to; none where they are not. `pin` is the user's choice, None without one.
+    Raises ConfigError for engines on GPUs that are to be pinned, or that would not share their memory."""
+    if pin and options.gpus:
+        raise ConfigError("--gpus", options.gpus, "engines on GPUs are not pinned: leave out --pin, or --gpus")
+    on_cpu = engines_run_on_cpu()
+    sized = options.gpus or any(value_of(flag, options.serve_args) is not None for flag in MEMORY_FLAGS)
+    if not (on_cpu or sized or find_installation().world is World.NONE):
+        raise ConfigError("--gpus", None, "each engine would take nearly all memory of the same GPU: write the GPUs that "
+                          f"they share, like --gpus 0,1, or all of them on one with --gpus 0 (or -- {MEMORY_FLAGS[0]})")
+    return sorted(os.sched_getaffinity(0)) if (on_cpu if pin is None else pin) else []
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
