@@ -17,7 +17,7 @@ from vllm_pd.admin.members import TTL_S, Access
 from vllm_pd.admin.split import SplitOptions
 from vllm_pd.bench.commands import bench_app
 from vllm_pd.errors import PDError
-from vllm_pd.launch.plan import STOP_TIMEOUT_S, UpOptions
+from vllm_pd.launch.plan import UpOptions
 from vllm_pd.options import option_hint, takes_settings
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
@@ -71,16 +71,18 @@ def keys(path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="What 
 @takes_settings
 def up(options: UpOptions, state: StateFile = None,
        timeout_s: Annotated[float, typer.Option(help="How long all engines may take to become healthy.")] = 600.0,
-       stop_timeout_s: Annotated[float, typer.Option(help="How long engines may take to end before they are killed.")]
-       = STOP_TIMEOUT_S,
+       stop_timeout_s: Annotated[float | None, typer.Option(
+           help="How long the router, the decode engines and the prefill engines may each take to end before they are "
+           "killed. By default 10 s more than what is open may take.")] = None,
        stop_on_death: Annotated[bool, typer.Option("--stop-on-death", help="End everything when one engine or the "
                                                    "broker dies; else the others go on.")] = False,
        pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Give each engine cores of its own; by "
                                                    "default where vllm runs on the CPU.")] = None) -> None:
     """Start a broker, prefill engines and decode engines; print their addresses; end them all together."""
     from vllm_pd.launch.plan import cores_to_pin, plan_fleet
-    from vllm_pd.launch.up import Fleet
+    from vllm_pd.launch.up import Fleet, check_times
     plan = plan_fleet(options, cores_to_pin(options, pin))
+    check_times(plan, timeout_s, stop_timeout_s)
     fleet = Fleet(plan, state=state, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s, stop_on_death=stop_on_death)
     raise typer.Exit(fleet.run())
 

@@ -3,7 +3,7 @@
 
 The words are the model's name, joined by "+": `grandchild` starts a process of its own, `utf-8` prints a word in
 UTF-8, `stubborn` ignores SIGTERM, `dies` ends before it listens, `dies-late` ends when it is asked for `/die`, `slow`
-never listens, `shares` lets others listen at its port, as vLLM 0.9.2 does.
+never listens, `shares` lets others listen at its port, as vLLM 0.9.2 does. The router takes a second to end.
 """
 
 import http.server
@@ -26,6 +26,14 @@ class Health(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def end(delay_s: float) -> None:
+    """Say so, and end after a while."""
+    print("asked to end", flush=True)
+    time.sleep(delay_s)
+    print("ends", flush=True)
+    os._exit(0)
+
+
 def value_of(flag: str) -> str:
     return sys.argv[sys.argv.index(flag) + 1]
 
@@ -46,6 +54,7 @@ def main() -> None:
         print("grandchild", child.pid, flush=True)
     if "utf-8" in words:
         os.write(1, "gr\u00fc\u00df\n".encode())
+    signal.signal(signal.SIGTERM, lambda *_: end(float(sys.argv[1] == "router")))
     if "stubborn" in words:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if "dies" in words:

@@ -17,7 +17,7 @@ from vllm_pd import cli
 from vllm_pd.admin import doctor, members, orders
 from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
-from vllm_pd.ports import take_free
+from vllm_pd.ports import take_free, take_free_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,6 +48,13 @@ def test_b80_refusals_are_one_line(monkeypatch, capsys, arguments, key):
     assert call(monkeypatch, *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {key}=") and error.count("\n") == 1 and "Traceback" not in error
+
+
+@pytest.mark.parametrize("key, value", [("--timeout-s", "nan"), ("--timeout-s", "0"), ("--stop-timeout-s", "-1"),
+                                        ("--stop-timeout-s", "30")])
+def test_b80_times_of_up_are_checked(monkeypatch, capsys, key, value):
+    assert call(monkeypatch, "up", "m", "--port", str(take_free_run("127.0.0.1", 2)), key, value) == 2
+    assert capsys.readouterr().err.startswith(f"error: {key}={float(value)} can't be used")
 
 
 @pytest.mark.parametrize("arguments", [["up", "m", "--prefil", "1"], ["up", "m", "--lease-s", "1"], ["no-such"]])

@@ -4,6 +4,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import queue
 import re
@@ -25,9 +26,11 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World
 from vllm_pd.launch import plan as launch_plan
 from vllm_pd.launch import printer as launch_printer
+from vllm_pd.launch import up as launch_up
 from vllm_pd.launch.child import Child
 from vllm_pd.launch.plan import (
     STARTING_AT_ONCE,
+    FleetPlan,
     UpOptions,
     cores_to_pin,
     parse_setting,
@@ -37,7 +40,7 @@ from vllm_pd.launch.plan import (
 )
 from vllm_pd.launch.printer import LinePrinter
 from vllm_pd.launch.shares import split_evenly
-from vllm_pd.launch.up import Fleet, StartError
+from vllm_pd.launch.up import Fleet, StartError, check_times
 from vllm_pd.ports import release, reserve, take_free_run
 
 ROOT = Path(__file__).parents[2]
@@ -596,6 +599,67 @@ def test_engine_that_never_becomes_healthy(tmp_path):
     with running(tmp_path, "slow", timeout_s=6.0) as up:
         assert up.finish() == 1
         assert any("not healthy after 6 s: decode 0, prefill 0" in line for line in up.lines)
+
+
+@pytest.mark.parametrize("prefill", [1, 2])
+def test_engines_that_are_late_are_named_also_those_that_wait_for_their_start(monkeypatch, prefill):
+    fleet = unstarted(plan(prefill=prefill, decode=2), monkeypatch)
+    monkeypatch.setattr(launch_up, "is_healthy", lambda url: False)
+    names = ", ".join(["decode 0", "decode 1", "prefill 0", "prefill 1"][:2 + prefill])
+    with fleet_ends(fleet), pytest.raises(StartError, match=f"not healthy after 0.1 s: {names}; "):
+        fleet.start()
+
+
+def test_engines_that_are_healthy_at_the_check_that_ends_after_the_deadline_are_up(monkeypatch):
+    fleet = unstarted(plan(), monkeypatch)
+    monkeypatch.setattr(launch_up, "is_healthy", lambda url: True)
+    with fleet_ends(fleet):
+        fleet.start()
+
+
+def unstarted(made: FleetPlan, monkeypatch) -> Fleet:
+    """A fleet that has 0.1 s to come up, whose processes are not started."""
+    monkeypatch.setattr(Child, "start", lambda child, events: None)
+    monkeypatch.setattr(Fleet, "_await_broker", lambda fleet, deadline: None)
+    return Fleet(made, timeout_s=0.1, say=lambda *_: None)
+
+
+@contextlib.contextmanager
+def fleet_ends(fleet: Fleet) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        fleet.stop()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
+def test_b80_no_fleet_comes_up_in_such_a_time(timeout_s):
+    with pytest.raises(ConfigError, match="--timeout-s=.*above 0"):
+        check_times(plan(), timeout_s, None)
+
+
+@pytest.mark.parametrize("options, ending_s", [
+    ({}, 30), ({"router": True}, 32), ({"router": True, "router_args": "--grace-s 120 --unready-s 5"}, 125),
+    ({"pd": {"drain_timeout_s": 600}}, 600),
+    ({"pd": {"drain_timeout_s": 600}, "router": True, "router_args": "--grace-s 120"}, 600)])
+def test_b20_nothing_is_killed_while_it_drains(options, ending_s):
+    made = plan(**options)
+    assert Fleet(made)._stop_timeout_s == ending_s + 10
+    check_times(made, 600.0, None)
+    check_times(made, 600.0, ending_s + 0.5)
+    for stop_timeout_s in (ending_s, 0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=f"--stop-timeout-s=.* may take {ending_s} s .*write more"):
+            check_times(made, 600.0, stop_timeout_s)
+
+
+def test_b20_the_router_ends_before_the_engines_behind_it(tmp_path):
+    with running(tmp_path, "plain", router=True) as up:
+        up.read_until("everything is up")
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 0
+        words = ("asked to end", "ends")
+        order = [line for line in up.lines if line.endswith(words) and "broker" not in line]
+        assert order == [f"[{name}] {word}" for name in ("router", "decode 0", "prefill 0") for word in words]
 
 
 def test_a_router_comes_up_last_and_ends_with_the_rest(tmp_path):

@@ -18,7 +18,7 @@ from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
-from vllm_pd.launch.router_args import parse_router_args
+from vllm_pd.launch.router_args import RouterArgs, parse_router_args
 from vllm_pd.launch.shares import parse_numbered, split_evenly
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
@@ -29,7 +29,7 @@ BROKER = (sys.executable, "-m", "vllm_pd.cli", "broker")
 ROUTER = (sys.executable, "-m", "vllm_pd.cli", "router")
 HOST = "127.0.0.1"
 STARTING_AT_ONCE = 2  # starting needs mostly the CPU
-STOP_TIMEOUT_S = 40.0  # a drain, by default 30 s, and the end of the processes
+STOP_MARGIN_S = 10.0  # for the end of the processes, after a drain
 OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
     "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -66,10 +66,11 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """The router of a plan."""
+    """The router of a plan. `ending_s`: how long it serves open requests after SIGTERM."""
     port: int
     command: tuple[str, ...]
     env: Mapping[str, str]
+    ending_s: float
 
     @property
     def url(self) -> str:
@@ -95,11 +96,23 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """Everything that `up` starts. The decode engines come first, as clients talk to them."""
+    """Everything that `up` starts. The decode engines come first, as clients talk to them. `drain_timeout_s` is the
+    engines' setting."""
     broker_port: int
     broker_command: tuple[str, ...]
     engines: tuple[EnginePlan, ...]
+    drain_timeout_s: float
     router: RouterPlan | None = None
+
+    @property
+    def ending_s(self) -> float:
+        """How long open requests may take after SIGTERM, at the engines or at the router."""
+        return max(self.drain_timeout_s, self.router.ending_s if self.router is not None else 0.0)
+
+    @property
+    def stop_timeout_s(self) -> float:
+        """After how long a process that has not ended is killed, unless the user says otherwise."""
+        return self.ending_s + STOP_MARGIN_S
 
     @property
     def broker_url(self) -> str:
@@ -173,9 +186,11 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
         keys_by_variable = {API_KEY_VARIABLE: api_key, OPERATOR_KEY_VARIABLE: os.environ.get(OPERATOR_KEY_VARIABLE)}
         order = ("--order", RequestOrder.PREFILL_FIRST.value) if prefill_first else ()
         front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys, *order,
-                                           *router_args),
-                           {variable: key for variable, key in keys_by_variable.items() if key is not None})
-    return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines, front)
+                                           *router_args.words),
+                           {variable: key for variable, key in keys_by_variable.items() if key is not None},
+                           router_args.options.unready_s + router_args.options.grace_s)
+    return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines,
+                     configs[Role.DECODE].drain_timeout_s, front)
 
 
 def _is_prefill_first(options: UpOptions) -> bool:
@@ -192,12 +207,12 @@ def _is_prefill_first(options: UpOptions) -> bool:
     return True
 
 
-def _router_args(options: UpOptions) -> tuple[str, ...]:
+def _router_args(options: UpOptions) -> RouterArgs:
     """What the router is started with besides. Raises ConfigError."""
     if options.router_args and not options.router:
         raise ConfigError("--router-args", options.router_args, "they are the router's: add --router, or leave them "
                           "out")
-    return parse_router_args(options.router_args) if options.router_args else ()
+    return parse_router_args(options.router_args) if options.router else RouterArgs()
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
@@ -233,8 +248,8 @@ def cores_to_pin(options: UpOptions, pin: bool | None) -> list[int]:
     on_cpu = engines_run_on_cpu()
     sized = options.gpus or any(value_of(flag, options.serve_args) is not None for flag in MEMORY_FLAGS)
     if not (on_cpu or sized or find_installation().world is World.NONE):
-        raise ConfigError("--gpus", None, "each engine would take nearly all memory of the same GPU: write the GPUs that "
-                          f"they share, like --gpus 0,1, or all of them on one with --gpus 0 (or -- {MEMORY_FLAGS[0]})")
+        raise ConfigError("--gpus", None, "each engine would take nearly all memory of the same GPU: write the GPUs "
+                          "that they share, like --gpus 0,1, or all of them on one with --gpus 0")
     return sorted(os.sched_getaffinity(0)) if (on_cpu if pin is None else pin) else []
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the router that `vllm-pd up --router` starts, checked as `vllm-pd router` itself checks them."""
 import shlex
+from dataclasses import dataclass
 
 import typer
 
@@ -17,9 +18,16 @@ OURS = {  # what `up` sets itself, and what to use instead
 _UsageError = typer.BadParameter.__base__  # typer has a copy of click's, or click itself
 
 
-def parse_router_args(text: str) -> tuple[str, ...]:
-    """The options in this text, which is split as in a shell. Raises ConfigError for one that is unknown, wrong or
-    set by `up`."""
+@dataclass(frozen=True)
+class RouterArgs:
+    """Options of a router: as words of its command line, and checked."""
+    words: tuple[str, ...] = ()
+    options: RouterOptions = RouterOptions()
+
+
+def parse_router_args(text: str) -> RouterArgs:
+    """The options in this text, which is split as in a shell; none in an empty text. Raises ConfigError for one that is
+    unknown, wrong or set by `up`."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -35,12 +43,11 @@ def parse_router_args(text: str) -> tuple[str, ...]:
     except _UsageError as error:
         raise ConfigError(FLAG, text, f"{error.format_message().rstrip('.')}; `vllm-pd router --help` lists the "
                           "options") from None
-    if checked is not True:  # --help was written, and has ended the command
+    if not isinstance(checked, RouterOptions):  # --help was written, and has ended the command
         raise ConfigError(FLAG, text, "write options; `vllm-pd router --help` lists them")
-    return words
+    return RouterArgs(words, checked)
 
 
-def _check(options: RouterOptions, policy: RoutingPolicyConfig) -> bool:
-    options.checked()
+def _check(options: RouterOptions, policy: RoutingPolicyConfig) -> RouterOptions:
     policy.check()
-    return True
+    return options.checked()

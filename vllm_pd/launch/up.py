@@ -6,12 +6,14 @@ where they share a GPU); when all engines are healthy, the router, where there i
 and the state file is written. Until then, a child that dies ends all the others. Afterwards its death is reported, the
 others go on (a decode engine that loses its peers prefills by itself), and the exit status of `up` is 1.
 
-End: a signal ends everything. The router and the decode engines are asked to end first, so that they drain, and killed
-if they do not end in time; then the prefill engines; then the broker. A second signal kills all of them at once.
+End: a signal ends everything. The router is asked to end first, while all engines still work for it; then the decode
+engines, which drain; then the prefill engines; then the broker. What does not end in time is killed. A second signal
+kills all of them at once.
 """
 
 import collections
 import json
+import math
 import os
 import queue
 import signal
@@ -23,7 +25,7 @@ from pathlib import Path
 from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.launch.child import Child, Exited
-from vllm_pd.launch.plan import HOST, ROLE_NAMES, STOP_TIMEOUT_S, EnginePlan, FleetPlan, starting_at_once
+from vllm_pd.launch.plan import HOST, ROLE_NAMES, EnginePlan, FleetPlan, starting_at_once
 from vllm_pd.launch.printer import LinePrinter, Say, say_aloud
 from vllm_pd.ports import release, reserve
 
@@ -44,21 +46,30 @@ class SignalReceived:
     number: int
 
 
+def check_times(plan: FleetPlan, timeout_s: float, stop_timeout_s: float | None) -> None:
+    """Raises ConfigError for times in which no fleet comes up, or in which this one could not end by itself."""
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ConfigError("--timeout-s", timeout_s, "write a number of seconds above 0")
+    if stop_timeout_s is not None and not (math.isfinite(stop_timeout_s) and stop_timeout_s > plan.ending_s):
+        raise ConfigError("--stop-timeout-s", stop_timeout_s, f"open requests may take {plan.ending_s:g} s (by --pd "
+                          "drain_timeout_s, or the router's --unready-s and --grace-s): write more, or leave it out")
+
+
 class Fleet:
     """The running processes of one plan. Used from the main thread only, by `run` or as a context manager: inside the
     `with` block every engine is healthy, and after it every process has ended.
 
     `state`: the file to write once all is healthy. `timeout_s`: how long the start may take. `stop_timeout_s`: how long
-    engines may take to end before they are killed. `stop_on_death`: end everything when one process dies. `say` prints
-    a line of a named process.
+    the router, the decode engines and the prefill engines may each take to end before they are killed; None: as the
+    plan says. `stop_on_death`: end everything when one process dies. `say` prints a line of a named process.
     """
 
     def __init__(self, plan: FleetPlan, *, state: Path | None = None, timeout_s: float = 600.0,
-                 stop_timeout_s: float = STOP_TIMEOUT_S, stop_on_death: bool = False, say: Say = say_aloud) -> None:
+                 stop_timeout_s: float | None = None, stop_on_death: bool = False, say: Say = say_aloud) -> None:
         self.plan = plan
         self._state = state
         self._timeout_s = timeout_s
-        self._stop_timeout_s = stop_timeout_s
+        self._stop_timeout_s = plan.stop_timeout_s if stop_timeout_s is None else stop_timeout_s
         self._stop_on_death = stop_on_death
         self._printer = LinePrinter(say)
         put = self._printer.put
@@ -125,27 +136,29 @@ class Fleet:
                 starting.append(engine)
             self._raise_on_event(CHECK_PERIOD_S)
             starting = [engine for engine in starting if not is_healthy(engine.url)]
-            if time.monotonic() > deadline:
-                raise StartError(f"not healthy after {self._timeout_s:g} s: {', '.join(e.name for e in starting)}; "
-                                 "see the lines above, or allow more time with --timeout-s")
+            late = [engine.name for engine in (*starting, *waiting)]
+            if late and time.monotonic() > deadline:
+                raise StartError(f"not healthy after {self._timeout_s:g} s: {', '.join(late)}; see the lines above, or "
+                                 "allow more time with --timeout-s")
         if self._router is not None:
             self._router.start(self._events)
             self._await_router(min(deadline, time.monotonic() + ROUTER_START_S))
         self._announce()
 
     def stop(self) -> None:
-        """End every process. Engines drain: the decode engines first, while the prefill engines still work for them.
-        Each kind has `stop_timeout_s` and the broker 3 s; then they are killed, or at once when a signal comes. At
-        last 5 s for lines that are not printed yet."""
+        """End every process: the router, while all engines still work for it; the decode engines, while the prefill
+        engines do; the prefill engines. Each kind has `stop_timeout_s` and the broker 3 s; then they are killed, or at
+        once when a signal comes. At last 5 s for lines that are not printed yet."""
+        router = [] if self._router is None else [self._router]
         patient = True
-        for decodes in (True, False):
-            children = [child for engine, child in self._engines.items() if engine.role.decodes is decodes]
-            if decodes and self._router is not None:
-                children.append(self._router)
+        for children in (router, self._children(decodes=True), self._children(decodes=False)):
             patient = self._end(children, self._stop_timeout_s if patient else 0.0) and patient
         self._end([self._broker], BROKER_STOP_S)
         release(self._reserved)
         self._printer.close()
+
+    def _children(self, *, decodes: bool) -> list[Child]:
+        return [child for engine, child in self._engines.items() if engine.role.decodes is decodes]
 
     def state(self) -> dict:
         """The content of the state file: URL and process id of each process."""
