@@ -19,10 +19,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zmq
 
 from vllm_pd.admin.client import fetch
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.events.reach import of_rank
 from vllm_pd.installation import World
 from vllm_pd.launch import plan as launch_plan
 from vllm_pd.launch import printer as launch_printer
@@ -39,6 +41,7 @@ from vllm_pd.launch.plan import (
     starting_at_once,
 )
 from vllm_pd.launch.printer import LinePrinter
+from vllm_pd.launch.serve_args import value_of
 from vllm_pd.launch.shares import split_evenly
 from vllm_pd.launch.up import Fleet, StartError, check_times
 from vllm_pd.ports import release, reserve, take_free_run
@@ -117,9 +120,61 @@ class TestPlan:
         assert events["enable_kv_cache_events"] and events["endpoint"].startswith("ipc://")
         assert "--kv-events-config" not in prefill
         told = plan(router=True, serve_args=("--kv-events-config={}", ))
-        assert [list(engine.command).count("--kv-events-config") for engine in told.engines] == [0, 0]
-        plan(router=True, serve_args=("--kv-events-config={}", "--data-parallel-size", "2"))  # does not raise
+        assert [value_of("--kv-events-config", engine.command) for engine in told.engines] == ["{}", None]
         assert plan().router is None
+
+    @pytest.mark.parametrize("options, publishing", [
+        ({"router": True, "decode": 2}, 2), ({"router": True, "order": "prefill-first"}, 2), ({}, 2),
+        ({"router": True}, 1)])
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_each_rank_that_publishes_can_bind_the_ports_of_its_own(self, monkeypatch, options, publishing, ranks):
+        """As vLLM's publisher binds them: both plus the rank."""
+        monkeypatch.setattr(launch_plan, "find_installation", lambda: SimpleNamespace(world=World.PLUGIN))
+        first = take_free_run("127.0.0.1", 8)
+        config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{first}", "topic": "t",
+                  "replay_endpoint": f"tcp://127.0.0.1:{first + 4}"}
+        made = plan(**options, serve_args=("--kv_events_config", json.dumps(config), "--data-parallel-size", str(ranks),
+                                           "--dtype", "float16"))
+        found = [json.loads(text) for engine in made.engines
+                 if (text := value_of("--kv-events-config", engine.command)) is not None]
+        assert len(found) == publishing and found[0] == config
+        assert all(engine.command[-4:] == ("--data-parallel-size", str(ranks), "--dtype", "float16")
+                   for engine in made.engines)
+        with zmq.Context() as context, contextlib.ExitStack() as sockets:
+            for rank in range(ranks):
+                for one in found:
+                    for endpoint in (one["endpoint"], one["replay_endpoint"]):
+                        socket_ = sockets.enter_context(context.socket(zmq.ROUTER))
+                        socket_.linger = 0
+                        socket_.bind(of_rank(endpoint, rank))
+
+    @pytest.mark.parametrize("endpoint, replay, options", [
+        ("tcp://*:5557", "tcp://*:5558", {"serve_args": ("-dp=2", )}), ("tcp://*:5557", "tcp://*:5558", {"decode": 2}),
+        ("tcp://*:65535", None, {"decode": 2}), ("ipc:///tmp/e", None, {"serve_args": ("-dp=2", )})])
+    def test_b80_ports_of_kv_events_that_several_would_have(self, endpoint, replay, options):
+        config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
+        given = ("--kv-events-config", json.dumps(config))
+        plan(router=True, serve_args=given)
+        with pytest.raises(ConfigError, match="^-- --kv-events-config=.*: write "):
+            plan(router=True, **{**options, "serve_args": (*given, *options.get("serve_args", ()))})
+
+    def test_what_events_connect_to_and_free_ports_stay_and_sockets_differ(self):
+        config = {"enable_kv_cache_events": True, "endpoint": "tcp://10.0.0.1:5557", "replay_endpoint": "tcp://*:0"}
+        for endpoint, second in (("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5557"), ("ipc:///tmp/e", "ipc:///tmp/e-1")):
+            given = json.dumps({**config, "endpoint": endpoint})
+            made = plan(router=True, decode=2, serve_args=("--kv-events-config", given))
+            assert [json.loads(value_of("--kv-events-config", engine.command)) for engine in made.engines[:2]] == [
+                {**config, "endpoint": endpoint}, {**config, "endpoint": second}]
+
+    def test_b80_a_folder_whose_sockets_would_have_too_long_names(self, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 80)
+        plan()
+        with pytest.raises(ConfigError, match="TMPDIR='/tmp/x.*at least 26 bytes shorter"):
+            plan(router=True)
+        monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 54)
+        made = plan(router=True)
+        endpoint = json.loads(value_of("--kv-events-config", made.engines[0].command))["endpoint"]
+        assert len(endpoint.removeprefix("ipc://")) == 107
 
     def test_b102_in_the_order_prefill_first_all_engines_publish(self, monkeypatch):
         monkeypatch.setattr(launch_plan, "find_installation", lambda: SimpleNamespace(world=World.PLUGIN))
@@ -220,6 +275,8 @@ class TestPlan:
         ({"serve_args": ["--ssl-certfile", "c"]}, "-- --ssl-certfile"), ({"serve_args": ["--uds=/s"]}, "-- --uds"),
         ({"serve_args": ["--data-parallel-size", "2"], "router": True}, "--data-parallel-size"),
         ({"serve_args": ["-dp=3"], "router": True}, "-dp"),
+        ({"serve_args": ["--kv-events-config", "tcp://*:5557"]}, "-- --kv-events-config"),
+        ({"serve_args": ["--kv-events-config=[]"]}, "-- --kv-events-config"),
         ({"gpus": "0,0"}, "--gpus"), ({"gpus": "-1"}, "--gpus"), ({"gpus": "a"}, "--gpus"),
         ({"order": "prefill-first"}, "--order"), ({"order": "both", "router": True}, "--order"),
     ])

@@ -8,8 +8,6 @@ taken or that a setting is misspelt.
 import json
 import os
 import sys
-import tempfile
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -18,7 +16,10 @@ from vllm_pd.config import PDConfig
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.installation import World, find_installation
+from vllm_pd.launch.kv_events import FLAG as EVENTS_FLAG
+from vllm_pd.launch.kv_events import events_arguments
 from vllm_pd.launch.router_args import RouterArgs, parse_router_args
+from vllm_pd.launch.serve_args import refuse_ours, value_of, without
 from vllm_pd.launch.shares import parse_numbered, split_evenly
 from vllm_pd.options import Option
 from vllm_pd.ports import require_free, take_free
@@ -30,8 +31,6 @@ ROUTER = (sys.executable, "-m", "vllm_pd.cli", "router")
 HOST = "127.0.0.1"
 STARTING_AT_ONCE = 2  # starting needs mostly the CPU
 STOP_MARGIN_S = 10.0  # for the end of the processes, after a drain
-OWN_FLAGS = {  # of `vllm serve`, which `up` sets itself, and what to use instead
-    "--port": "--port", "--host": "nothing, engines listen on 127.0.0.1", "--kv-transfer-config": "--pd key=value"}
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_MEMORY = 0.8  # of each, for all engines that share it
 MEMORY_FLAGS = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
@@ -165,19 +164,16 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     shares = split_evenly(() if gpus else cores, count)
     on_gpus = gpu_places(gpus, count, options.serve_args) if gpus else [({}, ())] * count
     numbers = [*range(options.decode), *range(options.prefill)]
-    events = options.router and value_of("--kv-events-config", options.serve_args) is None
-    if events:
-        _refuse_ranks(options.serve_args)
+    publishes = [not options.router or role.decodes or prefill_first for role in roles]
+    events = events_arguments(options.serve_args, publishes, routed=options.router)
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,
                    env=gpu_env or omp_env(share, crowded=0 < len(cores) < count),
                    command=(*serve, options.model, "--host", HOST, "--port", str(port), "--kv-transfer-config",
-                            transfer_config(role, broker_url, options.pd),
-                            *(("--kv-events-config", events_config())
-                              if events and (role.decodes or prefill_first) else ()),
-                            *options.serve_args, *gpu_arguments))
-        for role, number, port, share, (gpu_env, gpu_arguments) in zip(roles, numbers, ports[options.router:], shares,
-                                                                       on_gpus, strict=True))
+                            transfer_config(role, broker_url, options.pd), *publishing,
+                            *without(EVENTS_FLAG, options.serve_args), *gpu_arguments))
+        for role, number, port, share, (gpu_env, gpu_arguments), publishing in zip(
+            roles, numbers, ports[options.router:], shares, on_gpus, events, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
     front = None
@@ -274,50 +270,6 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"--pd {key}", value, f"it is given before as {settings[key]!r}: write each key once")
         settings[key] = value
     return settings
-
-
-def value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """The value of a flag in a command line, `--flag VALUE` or `--flag=VALUE`; the last one counts."""
-    value = None
-    for number, argument in enumerate(arguments):
-        name, equals, behind = argument.partition("=")
-        if name.replace("_", "-") == flag:
-            value = behind if equals else next(iter(arguments[number + 1:]), None)
-    return value
-
-
-def events_config() -> str:
-    """The value of --kv-events-config: over Unix sockets, as all processes are on one machine. A V1 engine gives no
-    snapshots, so it keeps its events for those who come later."""
-    path = os.path.join(tempfile.gettempdir(), f"vllm-pd-events-{uuid.uuid4().hex}")
-    replay = {"replay_endpoint": f"ipc://{path}-replay"} if find_installation().world is World.PLUGIN else {}
-    return json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{path}", **replay})
-
-
-def _refuse_ranks(serve_args: Sequence[str]) -> None:
-    """Refuse several data-parallel ranks, whose publishers can't share a Unix socket. On TCP upstream's publisher
-    listens at all interfaces or none, and what it sends has prompts in it: that is for the user to decide."""
-    example = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557",
-               "replay_endpoint": "tcp://*:5657"}
-    for flag in ("--data-parallel-size", "-dp"):
-        value = value_of(flag, serve_args)
-        if value not in (None, "1"):
-            raise ConfigError(flag, value, "each rank publishes its KV events for the router at TCP ports of its own: "
-                              f"add --kv-events-config '{json.dumps(example)}', where no other host can reach these "
-                              "ports (rank R adds R to them), and leave --decode at 1")
-
-
-def refuse_ours(serve_args: Sequence[str]) -> None:
-    """Raises ConfigError for a flag of `vllm serve` that whoever starts engines sets for each of them, or that takes
-    their server from 127.0.0.1 and plain HTTP."""
-    for argument in serve_args:
-        name = argument.partition("=")[0].replace("_", "-")
-        instead = OWN_FLAGS.get(name)
-        if instead is not None:
-            raise ConfigError(f"-- {argument}", None, f"this command sets it for each engine: use {instead}")
-        if name == "--uds" or name.startswith("--ssl-"):
-            raise ConfigError(f"-- {name}", value_of(name, serve_args), "this command reaches each engine by plain "
-                              "HTTP at a port of 127.0.0.1: leave it out, and put a server with TLS in front")
 
 
 def default_gpu() -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from vllm_pd.bench.servers import RouterCommand
 from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
+from vllm_pd.launch.kv_events import events_config
 from vllm_pd.launch.plan import (
     BROKER,
     HOST,
@@ -26,13 +27,11 @@ from vllm_pd.launch.plan import (
     EnginePlan,
     FleetPlan,
     UpOptions,
-    events_config,
     gpu_places,
     omp_env,
     plan_fleet,
-    refuse_ours,
-    value_of,
 )
+from vllm_pd.launch.serve_args import refuse_ours, value_of
 from vllm_pd.launch.shares import split_evenly
 from vllm_pd.ports import require_free, take_free, take_free_run
 from vllm_pd.router.options import NO_TOKENIZER
