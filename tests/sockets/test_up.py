@@ -668,8 +668,9 @@ def test_engines_that_are_late_are_named_also_those_that_wait_for_their_start(mo
 
 
 def test_engines_that_are_healthy_at_the_check_that_ends_after_the_deadline_are_up(monkeypatch):
-    fleet = unstarted(plan(), monkeypatch)
-    monkeypatch.setattr(launch_up, "is_healthy", lambda url: True)
+    fleet = unstarted(plan(router=True), monkeypatch)
+    router_checks = iter([False, True])  # it is still starting at the first one
+    monkeypatch.setattr(launch_up, "is_healthy", lambda url: url != fleet.plan.router.url or next(router_checks))
     with fleet_ends(fleet):
         fleet.start()
 
@@ -701,7 +702,9 @@ def test_b80_no_fleet_comes_up_in_such_a_time(timeout_s):
     ({"pd": {"drain_timeout_s": 600}, "router": True, "router_args": "--grace-s 120"}, 600)])
 def test_b20_nothing_is_killed_while_it_drains(options, ending_s):
     made = plan(**options)
-    assert Fleet(made)._stop_timeout_s == ending_s + 10
+    fleet = Fleet(made)
+    fleet.stop()
+    assert fleet._stop_timeout_s == ending_s + 10
     check_times(made, 600.0, None)
     check_times(made, 600.0, ending_s + 0.5)
     for stop_timeout_s in (ending_s, 0.0, -1.0, math.nan, math.inf):
