@@ -66,6 +66,13 @@ def replayed(number: int) -> list[bytes]:
     return [b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(number))]
 
 
+def answer(wire: Wire, count: int) -> None:
+    """Answer the replay requests of a publisher's follower; it has published `count` batches."""
+    while wire.sent:
+        first = int.from_bytes(wire.sent.pop()[-1], "big")
+        wire.messages += [*map(replayed, range(first, count)), [b"", followers.END, b""]]
+
+
 def test_a_snapshot_is_read_in_slices():
     wire, told = Wire(), Told()
     follower = SideFollower(wire, told, Counter(), 0.0)
@@ -123,6 +130,26 @@ def test_b61_what_came_while_the_replay_was_asked_for_stands_before_what_only_th
     wire.messages += [*map(replayed, range(4)), [b"", followers.END, b""]]
     follower.turn(0.02)
     assert told.stored == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("known, came", [(0, range(18, 20)), (4, range(5, 20))])
+def test_b61_batches_that_come_while_many_others_are_replayed_are_no_restart(known, came, monkeypatch):
+    """More than are remembered: in the first replay, or where a gap is filled."""
+    monkeypatch.setattr(stream, "REMEMBERED", 4)
+    wire, told, counters, now = Wire(), Told(), Counter(), 0.0
+    follower = ReplayFollower(lambda: wire, told, counters, now)
+    follower.turn(now)
+    if known:
+        answer(wire, known)
+        follower.turn(now)
+    for number in came:
+        follower.batch(now + 0.01, [b"", *replayed(number)[1:]])
+    while now < 2.0:
+        now += 0.1
+        answer(wire, 20)
+        follower.turn(now)
+    assert follower.live and told.stored == list(range(20)) and counters["replays_check"]
+    assert not counters["restarts"] and counters["replays_begin"] == 1
 
 
 @pytest.mark.parametrize("restarted", [False, True])

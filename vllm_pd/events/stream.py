@@ -20,6 +20,7 @@ REMEMBERED = 1024
 class _Early:
     came_at: float
     batch: EventBatch
+    content: int
 
 
 class BatchStream:
@@ -31,7 +32,7 @@ class BatchStream:
         self._old_is_restart = old_is_restart
         self._counters = counters
         self._early: dict[int, _Early] = {}
-        self._contents: OrderedDict[int, int] = OrderedDict()  # number -> hash, of the last batches
+        self._contents: OrderedDict[int, int] = OrderedDict()  # number -> hash, of the last batches in order
         self._waiting_since: float | None = None
         self._restarted = False
 
@@ -99,14 +100,14 @@ class BatchStream:
         return self._restarted
 
     def content(self, seq: int) -> int | None:
-        """The hash of the batch with this number; None where it is not known."""
-        return self._contents.get(seq)
+        """The hash of the batch with this number, which may still wait; None where it is not known."""
+        early = self._early.get(seq)
+        return self._contents.get(seq) if early is None else early.content
 
     def _wait(self, now: float, seq: int, batch: EventBatch, content: int) -> None:
         if len(self._early) >= MAX_AHEAD:
             self._early.pop(next(iter(self._early)))
-        self._early[seq] = _Early(now, batch)
-        self._remember(seq, content)
+        self._early[seq] = _Early(now, batch, content)
         if self._waiting_since is None:
             self._waiting_since = now
 
@@ -114,11 +115,13 @@ class BatchStream:
         ready = []
         while (early := self._early.pop(self.next_seq, None)) is not None:
             ready.append(early.batch)
+            self._remember(self.next_seq, early.content)
             self.next_seq += 1
         self._waiting_since = now if self._early else None
         return ready
 
     def _remember(self, seq: int, content: int) -> None:
         self._contents[seq] = content
+        self._contents.move_to_end(seq)
         while len(self._contents) > REMEMBERED:
             self._contents.popitem(last=False)
