@@ -4,6 +4,7 @@
 import asyncio
 import collections
 from collections import Counter
+from collections.abc import Collection
 
 import msgspec
 import pytest
@@ -66,11 +67,12 @@ def replayed(number: int) -> list[bytes]:
     return [b"", number.to_bytes(8, "big"), msgspec.msgpack.encode(batch_of(number))]
 
 
-def answer(wire: Wire, count: int) -> None:
-    """Answer the replay requests of a publisher's follower; it has published `count` batches."""
+def answer(wire: Wire, count: int, lost: Collection[int] = ()) -> None:
+    """Answer replay requests as a publisher of `count` batches that no longer has those in `lost`."""
     while wire.sent:
         first = int.from_bytes(wire.sent.pop()[-1], "big")
-        wire.messages += [*map(replayed, range(first, count)), [b"", followers.END, b""]]
+        wire.messages += [replayed(number) for number in range(first, count) if number not in lost]
+        wire.messages.append([b"", followers.END, b""])
 
 
 def test_a_snapshot_is_read_in_slices():
@@ -188,10 +190,11 @@ def test_b61_a_restart_is_noticed_without_a_replay_however_long_the_engine_has_l
 @pytest.mark.parametrize("kept", [(), (7,), (6, 8)])
 @pytest.mark.parametrize("subscribed", [False, True])
 @pytest.mark.parametrize("unanswered", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
 def test_b61_a_replay_that_is_too_long_for_its_publishers_queue_is_read_part_by_part(kept, subscribed, unanswered,
-                                                                                     monkeypatch):
+                                                                                     ended, monkeypatch):
     """A ZeroMQ ROUTER drops what its queue has no room for: here all after the first 5 messages of an answer but those
-    in `kept`, the end included. Every second answer may be lost as a whole."""
+    in `kept`, and perhaps the end. Every second answer may be lost as a whole."""
     monkeypatch.setattr(stream, "MAX_AHEAD", 8)
     wire, told, counters, now = Wire(), Told(), Counter(), 0.0
     follower = ReplayFollower(lambda: wire, told, counters, now)
@@ -202,15 +205,29 @@ def test_b61_a_replay_that_is_too_long_for_its_publishers_queue_is_read_part_by_
             answer = [*map(replayed, range(first, count)), [b"", followers.END, b""]]
             requests += 1
             if not unanswered or requests % 2 or requests > 10:
-                wire.messages += [one for number, one in enumerate(answer) if number < 5 or number in kept]
+                wire.messages += [one for number, one in enumerate(answer)
+                                  if number < 5 or number in kept or ended and one[1] == followers.END]
         follower.turn(now)
         now += 0.01
         if subscribed and 0.1 < now < 3.0 and int(now * 100) % 10 == 0:
             follower.batch(now, [b"", *replayed(count)[1:]])
             count += 1
     assert follower.live and told.stored == list(range(count))
-    assert counters["replays_begin"] == 1 and counters["replays_cut"]
-    assert bool(counters["replays_unanswered"]) is unanswered
+    assert counters["replays_begin"] == 1 and bool(counters["replays_cut"]) is not ended
+    assert bool(counters["replays_unanswered"]) is unanswered and not counters["incomplete"]
+
+
+@pytest.mark.parametrize("lost", [{0}, {7}, {5, 9}])
+def test_b61_what_the_publisher_itself_has_lost_is_not_waited_for(lost):
+    """What is known from before can't be trusted then."""
+    wire, told, counters, now = Wire(), Told(), Counter(), 0.0
+    follower = ReplayFollower(lambda: wire, told, counters, now)
+    while now < 3.0:
+        answer(wire, 12, lost)
+        follower.turn(now)
+        now += 0.01
+    assert follower.live and told.stored == list(range(max(lost) + 1, 12))
+    assert counters["replays_begin"] == 1 and counters["replays_fill"] <= 1 and not counters["restarts"]
 
 
 async def test_others_have_the_loop_between_two_batches(monkeypatch):

@@ -411,7 +411,7 @@ class ReplayFollower:
         if len(frames) == 3 and frames[1] == END:
             self._replay = None
             self._unanswered = 0
-            self._live = True
+            self._live = len(_before_gap(replay.batches)) == len(replay.batches)
             self._complete(now, replay)
             return
         try:
@@ -425,7 +425,9 @@ class ReplayFollower:
     def _complete(self, now: float, replay: _ReplayRequest) -> None:
         stream, batches = self._stream, replay.batches
         if replay.purpose is ReplayPurpose.BEGIN:
-            self._begin(now, replay)
+            self._begin(now, replay.asked_at, _before_gap(batches))
+            if not self._live:
+                self._next_ask = now
             return
         if stream.next_seq:
             same = bool(batches) and batches[0][2] == stream.content(batches[0][0])
@@ -437,20 +439,19 @@ class ReplayFollower:
             self._target.apply(stream.offer(now, seq, batch, content))
         if replay.purpose is ReplayPurpose.FILL and stream.next_seq == known and stream.missed(now):
             self._counters["replays_too_short"] += 1  # the replay lacks them, too
-            self._start_again(now)
+            later = [one for one in batches if one[0] >= known]
+            if 0 < len(later) < len(batches):
+                self._begin(now, replay.asked_at, _after_gap(later))
+            else:
+                self._start_again(now)
 
-    def _begin(self, now: float, replay: _ReplayRequest) -> None:
-        """Start with all batches of the replay that come after the last gap in it."""
-        batches = replay.batches
-        for index in range(len(batches) - 1, 0, -1):
-            if batches[index][0] != batches[index - 1][0] + 1:
-                batches = batches[index:]
-                break
+    def _begin(self, now: float, asked_at: float, batches: list[_Numbered]) -> None:
+        """Forget everything known, and start with these batches, whose numbers follow each other."""
         first = batches[0][0] if batches else 0
         if first:
             self._counters["incomplete"] += 1
         self._target.clear()
-        self._target.apply(self._stream.start(now, first, replay.asked_at))
+        self._target.apply(self._stream.start(now, first, asked_at))
         for seq, batch, content in batches:
             self._target.apply(self._stream.offer(now, seq, batch, content))
 
@@ -458,6 +459,11 @@ class ReplayFollower:
 def _before_gap(batches: list[_Numbered]) -> list[_Numbered]:
     """The first batches, whose numbers follow each other."""
     return [one for index, one in enumerate(batches) if one[0] == batches[0][0] + index]
+
+
+def _after_gap(batches: list[_Numbered]) -> list[_Numbered]:
+    """The last batches, whose numbers follow each other."""
+    return [one for index, one in enumerate(reversed(batches)) if one[0] == batches[-1][0] - index][::-1]
 
 
 def blocks_of(runs: list[m.BlockStored]) -> Blocks:
