@@ -217,6 +217,31 @@ def test_b61_a_replay_that_is_too_long_for_its_publishers_queue_is_read_part_by_
     assert bool(counters["replays_unanswered"]) is unanswered and not counters["incomplete"]
 
 
+def test_b61_no_more_of_a_replay_is_kept_than_fits_and_the_rest_is_read_after_it(monkeypatch):
+    monkeypatch.setattr(followers, "MAX_REPLAY_BYTES", 3 * len(replayed(0)[2]))
+    wire, told, counters, now = Wire(), Told(), Counter(), 0.0
+    follower = ReplayFollower(lambda: wire, told, counters, now)
+    while now < 3.0:
+        if wire.sent:
+            wire.messages.clear()
+        answer(wire, MANY)
+        follower.turn(now)
+        assert follower._replay is None or len(follower._replay.batches) <= 4
+        now += 0.01
+    assert follower.live and told.stored == list(range(MANY)) and counters["replays_cut"] > 20
+
+
+def test_b61_no_more_of_a_snapshot_is_kept_than_an_engine_can_hold(monkeypatch):
+    monkeypatch.setattr(followers, "MAX_SNAPSHOT_TOKENS", 8)
+    wire, told = Wire(), Told()
+    follower = SideFollower(wire, told, Counter(), 0.0)
+    for message in (m.EngineReport("e", 5, 4, m.EngineLoad()),
+                    *(m.SnapshotPart(1, "e", 5, number, 3, batch_of(number).events) for number in range(3))):
+        wire.messages.append([m.encode(message)])
+        follower.turn(0.0)
+    assert not follower.live and len(follower._runs) == 2 and not told.replaced
+
+
 @pytest.mark.parametrize("lost", [{0}, {7}, {5, 9}])
 def test_b61_what_the_publisher_itself_has_lost_is_not_waited_for(lost):
     """What is known from before can't be trusted then."""

@@ -35,7 +35,8 @@ REPLAY_TIMEOUT_S = 0.8
 CHECK_S = 0.5
 MESSAGES_A_TURN = 8  # a part of a snapshot takes about 0.4 ms
 END = b"\xff" * 8  # of a replay, in place of a number
-MAX_SNAPSHOT_BLOCKS = 50_000_000
+MAX_REPLAY_BYTES = 16 << 20  # of an answer that is read at once
+MAX_SNAPSHOT_TOKENS = 1 << 26  # 3 GB while they are read
 
 Blocks = Iterator[tuple[m.Hash, m.Hash | None, list[int], int | str | None]]
 
@@ -124,7 +125,7 @@ class SideFollower:
         self._part_at = now  # when its last part came
         self._retry_s = SNAPSHOT_RETRY_S
         self._runs: list[m.BlockStored] = []
-        self._received = 0
+        self._received = self._received_tokens = 0
 
     @property
     def live(self) -> bool:
@@ -169,7 +170,7 @@ class SideFollower:
         self._number += 1
         self._asked_at = self._part_at = now
         self._behind_since = None
-        self._runs, self._received = [], 0
+        self._runs, self._received, self._received_tokens = [], 0, 0
         self._stream.stop()
         self._counters["snapshots_asked"] += 1
         sockets.send(self._socket, m.encode(m.SnapshotRequest(self._number)))
@@ -198,14 +199,16 @@ class SideFollower:
         self._target.reported(report)
 
     def _on_part(self, now: float, part: m.SnapshotPart) -> None:
+        tokens = self._received_tokens + sum(len(run.token_ids) for run in part.runs)
         if (self._asked_at is None or part.number != self._number or part.epoch != self.epoch
-                or part.first_block != self._received or part.total_blocks > MAX_SNAPSHOT_BLOCKS):
+                or part.first_block != self._received or tokens > MAX_SNAPSHOT_TOKENS):
             self._counters["snapshot_parts_unused"] += 1
             return
         self._part_at = now
         self._retry_s = SNAPSHOT_RETRY_S
         self._runs.extend(part.runs)
         self._received += sum(len(run.block_hashes) for run in part.runs)
+        self._received_tokens = tokens
         if self._received >= part.total_blocks:
             runs, asked_at, number = self._runs, self._asked_at, self._number
             self._runs = []
@@ -283,6 +286,12 @@ class _ReplayRequest:
     asked_at: float
     heard_at: float
     batches: list[_Numbered] = field(default_factory=list)
+    received_bytes: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more of the answer may be kept. The first batch of most answers is known already."""
+        return self.received_bytes >= MAX_REPLAY_BYTES and len(self.batches) > 1
 
 
 class ReplayFollower:
@@ -331,7 +340,8 @@ class ReplayFollower:
             return
         self.more = False
         for _ in range(MESSAGES_A_TURN):
-            frames = sockets.receive(self._socket) if self._replay is not None else None
+            reading = self._replay is not None and not self._replay.is_full
+            frames = sockets.receive(self._socket) if reading else None
             if frames is None:
                 break
             self._on_replayed(now, frames)
@@ -339,7 +349,7 @@ class ReplayFollower:
             self.more = True
         stream = self._stream
         if self._replay is not None:
-            if now - self._replay.heard_at > REPLAY_TIMEOUT_S:
+            if now - self._replay.heard_at > REPLAY_TIMEOUT_S or self._replay.is_full:
                 self._give_up(now)
         elif stream.restarted:
             self._restarted(now)
@@ -358,8 +368,8 @@ class ReplayFollower:
             self._socket.close()
 
     def _give_up(self, now: float) -> None:
-        """No end of the answer has come. A publisher drops the messages of a long answer that its queue has no room
-        for: then the answer is used up to the first gap, and the batches after that are requested next."""
+        """No end of the answer has come, or it is too long. The batches after those that have come are requested
+        next."""
         replay, self._replay = self._replay, None
         self._socket.close()
         self._socket = self._connect()
@@ -368,7 +378,6 @@ class ReplayFollower:
         if replay.batches:
             self._counters["replays_cut"] += 1
             self._unanswered = 0
-            replay.batches = _before_gap(replay.batches)
             self._complete(now, replay)
             return
         self._counters["replays_unanswered"] += 1
@@ -421,12 +430,15 @@ class ReplayFollower:
             return
         replay.heard_at = now
         replay.batches.append((seq, batch, hash(frames[2])))
+        replay.received_bytes += len(frames[2])
 
     def _complete(self, now: float, replay: _ReplayRequest) -> None:
+        """A publisher drops the messages of a long answer that its queue has no room for. So the answer is used up to
+        the first gap, and the batches after that are requested next. A gap that stays is the publisher's own."""
         stream, batches = self._stream, replay.batches
         if replay.purpose is ReplayPurpose.BEGIN:
             self._begin(now, replay.asked_at, _before_gap(batches))
-            if not self._live:
+            if not self._live:  # there are more
                 self._next_ask = now
             return
         if stream.next_seq:
@@ -440,7 +452,7 @@ class ReplayFollower:
         if replay.purpose is ReplayPurpose.FILL and stream.next_seq == known and stream.missed(now):
             self._counters["replays_too_short"] += 1  # the replay lacks them, too
             later = [one for one in batches if one[0] >= known]
-            if 0 < len(later) < len(batches):
+            if 0 < len(later) < len(batches):  # it has those before and after them
                 self._begin(now, replay.asked_at, _after_gap(later))
             else:
                 self._start_again(now)
