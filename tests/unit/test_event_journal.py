@@ -114,6 +114,27 @@ def test_an_overflow_amid_a_step_tells_the_rest_when_it_is_over():
     assert pool.take() == [stored(7, 7)]
 
 
+def test_b60_after_an_overflow_all_blocks_are_read_once_however_busy_the_engine_is():
+    """Blocks of the running step are left out then, and told of when it is over, in their order."""
+    pool = Pool()
+    pool.compute(1, 3)
+    pool.sink.resync()
+    copies = 0
+    for number in range(11, 16):
+        pool.sink.registered(FakeBlock(number, number, None, [number] * BLOCK_SIZE))
+        pool.sink.computed({number})
+        for _ in range(2):
+            changes, everything = pool.sink.take(lambda: False)
+            copies += everything is not None
+            pool.journal.replace(everything) if everything is not None else None
+            pool.journal.apply(changes)
+        assert pool.announced() == [1, 2, 3, *range(11, number)]
+        pool.sink.begin_step()
+    pool.sink.removed(15, 15)
+    pool.take()
+    assert copies == 1 and pool.announced() == [1, 2, 3, *range(11, 15)]
+
+
 def test_adapters_and_extras_travel_along_and_private_blocks_do_not():
     known = {5: Salt(3, "ada"), 6: Salt(private=True)}
     pool = Pool(explain=known.get)

@@ -15,6 +15,7 @@ and popping from a deque, and copying a dictionary's values into a list.
 """
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class BlockSink:
         self._salts: dict[int, Salt] = {}
         self._queue: deque[Change] = deque()
         self._overflown = False
-        self._postponed: Change | None = None  # taken from the queue too early; used by the announcing thread only
+        self._postponed: deque[Change] = deque()  # too early; before the queue; used by the announcing thread only
         self._step = 0
         self._order = 0
 
@@ -160,26 +161,20 @@ class BlockSink:
         all_blocks = None
         if self._overflown:
             self._overflown = False
-            self._postponed = None
             blocks = list(self._ledger.values())
-            at_rest = is_at_rest()
-            all_blocks = [block for block in blocks if at_rest or block.step < self._step]
-            if len(all_blocks) < len(blocks):
-                self._overflown = True  # the next call returns the others
+            step = math.inf if is_at_rest() else self._step
+            all_blocks = [block for block in blocks if block.step < step]
+            self._postponed = deque(block for block in blocks if block.step >= step)
         changes: list[Change] = []
-        count = len(self._queue)
+        count = len(self._postponed) + len(self._queue)
         at_rest = is_at_rest()
-        while True:
-            change, self._postponed = self._postponed, None
-            if change is None:
-                if not count:
-                    return changes, all_blocks
-                count -= 1
-                try:
-                    change = self._queue.popleft()
-                except IndexError:  # the engine's thread has just discarded the queue
-                    return changes, all_blocks
+        for _ in range(count):
+            try:
+                change = (self._postponed or self._queue).popleft()
+            except IndexError:  # the engine's thread has just discarded the queue
+                break
             if isinstance(change, HeldBlock) and change.step >= self._step and not at_rest:
-                self._postponed = change
-                return changes, all_blocks
+                self._postponed.appendleft(change)
+                break
             changes.append(change)
+        return changes, all_blocks
