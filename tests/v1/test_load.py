@@ -81,6 +81,14 @@ def test_reports_reach_a_reader_and_leave_nothing_behind(model_folder, in_flight
     assert not list(tmp_path.iterdir())
 
 
+def test_an_engine_works_where_it_can_not_leave_the_address_of_its_load(model_folder, in_flight, tmp_path, caplog):
+    engine = Engine(model_folder, in_flight)
+    config = PDConfig.parse("kv_consumer", {"broker": "tcp://127.0.0.1:1"})
+    close = events.report_load(config, f"ipc://{tmp_path}/none/front", engine.scheduler, engine.binding)
+    close()
+    assert "will not be found" in caplog.text
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_b67_a_router_is_told_where_events_and_loads_are(tmp_path, ranks):
     """B67: a port that V1 has chosen by itself is known for one rank."""

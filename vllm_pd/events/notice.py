@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import stat
 import tempfile
@@ -23,6 +24,8 @@ from vllm_pd.rpc.codec import UNREADABLE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.pd")
 
 PATH = "/pd/events"
 MAX_FILE_BYTES = 4096
@@ -61,8 +64,24 @@ class EventsNotice(msgspec.Struct, frozen=True):
             return None
 
 
-def leave(path: Path, notice: SideNotice) -> Path:
-    """Write the engine's file at `path`, which is returned; the caller removes it at the end. Raises OSError."""
+def leave(path: Path, notice: SideNotice) -> Path | None:
+    """Write the engine's file at `path`, which is returned; the caller gives it to `remove` at the end. None where it
+    can't be written, which is logged: the engine works without it."""
+    try:
+        return _write(path, notice)
+    except OSError as error:
+        logger.error("%s can't report where the side socket is: %s; snapshots and load will not be found", PATH, error)
+        return None
+
+
+def remove(path: Path | None) -> None:
+    """Remove what `leave` has left."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _write(path: Path, notice: SideNotice) -> Path:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(descriptor, "wb") as stream:

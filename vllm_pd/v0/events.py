@@ -5,7 +5,6 @@ Used whether or not prefills are handed over. Nothing of it runs in the engine's
 """
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import time
@@ -76,8 +75,8 @@ def attach_events(engine: LLMEngine) -> None:
                                EventMetrics(engine.model_config.served_model_name))
     bind_sink(scheduler, sink)
     announcer.start()
-    file = _leave_notice(config, notice.SideNotice(announcer.address, announcer.epoch, events.endpoint,
-                                                   events.replay_endpoint))
+    file = notice.leave(notice.path_of(config), notice.SideNotice(announcer.address, announcer.epoch, events.endpoint,
+                                                                  events.replay_endpoint))
     weakref.finalize(engine, _shut, announcer, publisher, file)
     if not reach.listens(events.endpoint):
         logger.warning("the publisher of KV events connects to %s and does not listen there, so nobody can subscribe "
@@ -179,18 +178,7 @@ def _publish_to(publisher: EventPublisher) -> Callable[[list[KVEvent]], None]:
     return lambda events: publisher.publish(EventBatch(ts=time.time(), events=events))
 
 
-def _leave_notice(config: Any, where: notice.SideNotice) -> Path | None:
-    try:
-        return notice.leave(notice.path_of(config), where)
-    except OSError as error:
-        logger.error("%s can't report where the side socket is: %s; snapshots and load will not be found",
-                     notice.PATH, error)
-        return None
-
-
 def _shut(announcer: EventAnnouncer, publisher: EventPublisher, file: Path | None) -> None:
     announcer.close()
     publisher.shutdown()
-    if file is not None:
-        with contextlib.suppress(OSError):
-            file.unlink()
+    notice.remove(file)

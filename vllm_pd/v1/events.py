@@ -7,7 +7,6 @@ Each rank leaves the address of its side socket in a file beside the socket wher
 """
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -59,8 +58,7 @@ def report_load(config: PDConfig, front: str, scheduler: HandoverScheduling,
 
     def close() -> None:
         reporter.close()
-        with contextlib.suppress(OSError):
-            file.unlink()
+        notice.remove(file)
 
     return close
 
