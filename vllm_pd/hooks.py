@@ -89,7 +89,7 @@ def attach_server(app: FastAPI, server: uvicorn.Server, stop: Callable[[], None]
     if _publishes_events(config):
         from vllm_pd.events import notice
         from vllm_pd.frontend.attach import attach_events
-        attach_events(app, lambda: notice.find(config))
+        attach_events(app, lambda: notice.find(config, config.parallel_config.data_parallel_external_lb))
     return stop
 
 

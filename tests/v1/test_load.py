@@ -92,24 +92,46 @@ def test_an_engine_works_where_it_can_not_leave_the_address_of_its_load(model_fo
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_b67_a_router_is_told_where_events_and_loads_are(tmp_path, ranks):
     """B67: a port that V1 has chosen by itself is known for one rank."""
-    front = f"ipc://{tmp_path}/front"
-    for rank in range(ranks):
-        file = events._file(front_of_rank(front, rank))
-        notice.leave(file, notice.SideNotice(f"tcp://127.0.0.1:{700 + rank}", "e"))
-    configured = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:0")
+    config = configured(tmp_path, "tcp://*:0", data_parallel_size=ranks, data_parallel_size_local=ranks)
     chosen = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://10.0.0.7:900",
                             replay_endpoint="tcp://*:901")
-    config = SimpleNamespace(
-        kv_events_config=configured, instance_id="i", cache_config=SimpleNamespace(block_size=32),
-        parallel_config=SimpleNamespace(data_parallel_size=ranks, data_parallel_size_local=ranks,
-                                        data_parallel_external_lb=False, local_engines_only=False,
-                                        data_parallel_rank=0),
-        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={
-            OWN_KEY: {"kv_role": "kv_consumer", "front": front}}))
     client = SimpleNamespace(get_kv_event_sources=lambda: dict.fromkeys(range(ranks), chosen))
     found = events.find_events(config, client)
     assert found.loads == [f"tcp://127.0.0.1:{700 + rank}" for rank in range(ranks)]
     assert (found.events, found.replay) == (("tcp://10.0.0.7:900", "tcp://*:901") if ranks == 1 else ("", None))
     assert (found.ranks, found.block_size, found.side) == (ranks, 32, None)
-    events._file(front).unlink()
+    events._file(f"ipc://{tmp_path}/front").unlink()
     assert events.find_events(config, client).loads == [], "one of them does not report"
+
+
+@pytest.mark.parametrize("balancer, ranks", [("external", 1), ("hybrid", 2)])
+def test_b67_a_server_with_some_of_the_ranks_names_only_theirs(tmp_path, balancer, ranks):
+    """B67: ranks 2 and 3 of four are here, or rank 2 alone; each publishes at the port plus its own rank."""
+    config = configured(tmp_path, "tcp://*:900", data_parallel_size=4, data_parallel_size_local=ranks,
+                        data_parallel_rank=2, local_engines_only=True,
+                        data_parallel_external_lb=balancer == "external")
+    own = [SimpleNamespace(endpoint=f"tcp://*:{902 + rank}", replay_endpoint=None) for rank in range(ranks)]
+    found = events.find_events(config, SimpleNamespace(get_kv_event_sources=lambda: dict(enumerate(own, 2))))
+    assert (found.events, found.ranks) == ("tcp://*:902", ranks)
+    assert found.loads == [f"tcp://127.0.0.1:{702 + rank}" for rank in range(ranks)]
+
+
+def test_b67_a_publisher_that_connects_is_not_named(tmp_path):
+    """B67: nobody can subscribe to it, and what listens there is somebody else's."""
+    config = configured(tmp_path, "tcp://127.0.0.1:900")
+    found = events.find_events(config, SimpleNamespace(get_kv_event_sources=lambda: {0: config.kv_events_config}))
+    assert found.events == "" and found.loads == ["tcp://127.0.0.1:700"]
+
+
+def configured(folder, endpoint: str, **parallel) -> SimpleNamespace:
+    """An engine whose ranks have left the addresses of their loads, which are 700 plus the rank."""
+    parallel = {"data_parallel_size": 1, "data_parallel_size_local": 1, "data_parallel_rank": 0,
+                "data_parallel_external_lb": False, "local_engines_only": False} | parallel
+    front, first = f"ipc://{folder}/front", parallel["data_parallel_rank"]
+    for rank in range(first, first + parallel["data_parallel_size_local"]):
+        notice.leave(events._file(front_of_rank(front, rank)), notice.SideNotice(f"tcp://127.0.0.1:{700 + rank}", "e"))
+    return SimpleNamespace(
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint),
+        instance_id="i", cache_config=SimpleNamespace(block_size=32), parallel_config=SimpleNamespace(**parallel),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={
+            OWN_KEY: {"kv_role": "kv_consumer", "front": front}}))

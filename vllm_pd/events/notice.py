@@ -94,12 +94,14 @@ def _write(path: Path, notice: SideNotice) -> Path:
     return path
 
 
-def find(config: VllmConfig) -> EventsNotice:
-    """The answer for the engine with this configuration, as far as this process can know it."""
+def find(config: VllmConfig, own_ranks: bool = False) -> EventsNotice:
+    """The answer for the engine with this configuration, as far as this process can know it. `own_ranks`: this front
+    end has only the data-parallel ranks of its host, from the configuration's `data_parallel_rank` on; otherwise it has
+    all of them."""
     events, parallel = config.kv_events_config, config.parallel_config
     side = read(path_of(config))
-    own_rank = parallel.data_parallel_rank if parallel.data_parallel_external_lb else 0
-    ranks = 1 if side or parallel.data_parallel_external_lb else parallel.data_parallel_size
+    own_rank = parallel.data_parallel_rank if own_ranks else 0
+    ranks = 1 if side else parallel.data_parallel_size_local if own_ranks else parallel.data_parallel_size
     endpoint, replay = events.endpoint, events.replay_endpoint
     if side is not None:
         endpoint, replay = side.events or endpoint, side.replay or replay

@@ -18,7 +18,7 @@ import zmq
 
 from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
-from vllm_pd.events import notice
+from vllm_pd.events import notice, reach
 from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.messages import EngineLoad
 from vllm_pd.events.side import SidePort
@@ -89,9 +89,9 @@ def load_reader(scheduler: HandoverScheduling, binding: EngineHandover) -> Calla
 
 def find_events(config: VllmConfig, client: Any) -> notice.EventsNotice:
     """The answer to `GET /pd/events`, in the front end. `client` is vLLM's client of its engines."""
-    found = notice.find(config)
+    found = notice.find(config, config.parallel_config.local_engines_only)
     sources = client.get_kv_event_sources()
-    if not found.events and len(sources) == 1:  # its port was 0, which it has chosen by now
+    if len(sources) == 1 and reach.lacks_port(config.kv_events_config.endpoint):  # it has chosen one by now
         (source, ) = sources.values()
         found = msgspec.structs.replace(found, events=source.endpoint, replay=source.replay_endpoint)
     sides = [notice.read(_file(front)) for front in fronts_of_server(config)]
