@@ -320,7 +320,7 @@ async def test_b80_an_address_that_is_none_is_said(endpoint, caplog, where):
     assert not subscriber.counters["stumbles"]
 
 
-@pytest.mark.skipif(not reach._can_bind(socket.AF_INET6, ("::1", 0)), reason="no IPv6 here")
+@pytest.mark.skipif(not reach._is_own(socket.AF_INET6, ("::1", 0)), reason="no IPv6 here")
 async def test_an_engine_on_ipv6():
     front = Front()
     front.engine = FakeEngine(f"tcp://[::1]:{take_free('127.0.0.1')}", "tcp://[::1]:0")

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from vllm_pd.core import messages as m
+from vllm_pd.events import reach
 from vllm_pd.liveness import process
 from vllm_pd.liveness.monitor import LivenessMonitor
 from vllm_pd.liveness.rules import GRACE_S
@@ -157,6 +158,15 @@ def test_b22_an_address_is_not_ours_because_a_socket_can_be_bound_to_it(child, m
     monkeypatch.setattr(process.socket, "socket", FreeSocket)
     monkeypatch.setattr(builtins, "open", sysctl("1"))
     assert process.is_visible(msgspec.structs.replace(member_of(child.pid), address=address)) is is_here
+
+
+@pytest.mark.parametrize("host, is_here", [("127.0.0.1", True), ("192.0.2.1", False), ("2001:db8::1", False)])
+async def test_an_engine_elsewhere_is_not_local_because_a_socket_can_be_bound_to_its_address(monkeypatch, host,
+                                                                                              is_here):
+    """A router would take what listens here for a part of that engine."""
+    monkeypatch.setattr(process.socket, "socket", FreeSocket)
+    monkeypatch.setattr(builtins, "open", sysctl("1"))
+    assert await reach.is_here(host, 50) is is_here
 
 
 def sysctl(value):

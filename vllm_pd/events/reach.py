@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 
+from vllm_pd.liveness.process import is_own_address
 from vllm_pd.ports import take_free
 
 
@@ -42,7 +43,7 @@ def with_port(endpoint: str) -> str:
 
 
 async def is_here(host: str, timeout_s: float) -> bool:
-    """Whether `host` is this machine, which means that one of its addresses can be bound. Raises TimeoutError."""
+    """Whether `host` is this machine, which means that one of its addresses is this machine's. Raises TimeoutError."""
     try:
         async with asyncio.timeout(timeout_s):
             found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
@@ -50,16 +51,14 @@ async def is_here(host: str, timeout_s: float) -> bool:
         if isinstance(error, TimeoutError):
             raise
         return False
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
+    return any(_is_own(family, address) for family, _, _, _, address in found)
 
 
-def _can_bind(family: int, address: tuple) -> bool:
+def _is_own(family: int, address: tuple) -> bool:
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(address)
+        return is_own_address(family, address)
     except OSError:
         return False
-    return True
 
 
 def _is_wildcard(host: str) -> bool:

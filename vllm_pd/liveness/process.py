@@ -96,15 +96,20 @@ def _times(member: Member) -> list[int | None] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_here(host: str) -> bool:
+    family, _, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    return is_own_address(family, where)
+
+
+def is_own_address(family: int, where: tuple) -> bool:
     """Whether this is an address of this machine, and of this network namespace: one can listen there. Where one can
     listen at any address: what is sent to it comes from itself, which holds for each interface's first address only.
-    Raises OSError where that is not known."""
-    family, _, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
+    `family` and `where` are of `socket.getaddrinfo`; the port does not matter. Raises OSError where that is not
+    known."""
     binds_anywhere = _binds_anywhere(family)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             if binds_anywhere:
-                probe.connect(where)  # sends nothing
+                probe.connect((where[0], 1, *where[2:]))  # sends nothing
             else:
                 probe.bind((where[0], 0, *where[2:]))
         except OSError:
