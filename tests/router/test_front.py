@@ -586,6 +586,19 @@ async def test_an_engine_that_can_not_say_where_its_events_are_is_asked_again(mo
         assert index_of(served.router.placer).block_size == 4 and not served.router.subscriptions._asking
 
 
+async def test_an_engine_that_comes_up_again_is_asked_at_once(monkeypatch, caplog):
+    """Whatever the pause after its last answer, which was that of a server that had just begun."""
+    monkeypatch.setattr(subscriptions, "RETRY_S", (1000.0, 1000.0))
+    async with serving(1, Policy.KV) as (served, [engine]):
+        engine.notices = [(503, {})]
+        served.worker(engine).fail(WorkerFailure.PROBE, "it restarts")
+        await served.until(lambda: served.router.subscriptions._asking and served.worker(engine).state.value == "up")
+        await served.until(lambda: f"{engine.url}/pd/events: 503" in caplog.text)
+        engine.notices = [(200, {"events": "tcp://127.0.0.1:9", "block_size": 4})]
+        served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
+        await served.until(lambda: served.router.subscriptions.as_json() and not served.router.subscriptions._asking)
+
+
 def _notice(block_size: int, ranks: int, **more) -> tuple[int, dict]:
     return 200, {"events": "tcp://127.0.0.1:9", "block_size": block_size, "ranks": ranks, **more}
 

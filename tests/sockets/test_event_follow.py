@@ -5,6 +5,7 @@ import asyncio
 import collections
 from collections import Counter
 from collections.abc import Collection
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -286,6 +287,21 @@ async def test_what_is_void_is_not_applied(what):
     one.apply([batch_of(2)])
     await one._apply_batches()
     assert set(index.engine_hashes(one.worker)) == {2}
+
+
+async def test_warnings_that_alternate_are_logged_once_until_all_was_well_for_a_time(caplog, monkeypatch):
+    one = Subscriber("http://127.0.0.1:1", PrefixIndex(4), None)
+    live = SimpleNamespace(live=True, turn=lambda now: None)
+    for _ in range(3):
+        one._warn("first")
+        one._warn("second")
+        await one._turn(None, live)
+    assert [record.args[1] for record in caplog.records] == ["first", "second"]
+    monkeypatch.setattr(subscriber, "QUIET_S", -1.0)
+    await one._turn(None, live)
+    for number in range(2 * subscriber.MAX_WARNINGS):
+        one._warn("first" if not number else str(number))
+    assert len(caplog.records) == 2 + subscriber.MAX_WARNINGS and caplog.records[2].args[1] == "first"
 
 
 async def test_subscribers_share_one_context_and_leave_none(tmp_path):

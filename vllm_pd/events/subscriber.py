@@ -57,6 +57,8 @@ RETRY_MIN_S = 0.25
 RETRY_S = 0.5
 POLLED_S = 1.0  # between two snapshots where there are no events
 REFUSED_RETRY_S = 5.0  # where the engine has no events, or can't be understood
+MAX_WARNINGS = 16  # different ones that are logged while the engine is not followed without one
+QUIET_S = 60.0  # so long it must have been followed without one until they are logged again
 
 
 class SubscriberState(Enum):
@@ -132,7 +134,8 @@ class Subscriber:
         self._replacement: tuple[Blocks, Callable[[], None]] | None = None
         self._batches: collections.deque[m.EventBatch] = collections.deque()  # empty between two turns
         self._incomplete = False  # the index could not keep some blocks: a snapshot is needed
-        self._last_warning: str | None = None
+        self._warnings: set[str] = set()  # that were logged
+        self._warned_at = -math.inf
         self._unread_logged: set[str] = set()
 
     @property
@@ -324,6 +327,8 @@ class Subscriber:
             self._incomplete = False
             follower.ask(time.monotonic())
         self.state = SubscriberState.LIVE if follower.live else SubscriberState.SYNCING
+        if self.connected and time.monotonic() - self._warned_at > QUIET_S:
+            self._warnings.clear()
         await asyncio.sleep(0)
 
     async def _apply_batches(self) -> None:
@@ -376,9 +381,10 @@ class Subscriber:
         self._index.drop(self.worker)
 
     def _warn(self, text: str) -> None:
-        """Log a warning, unless it is the same as the last one."""
-        if text != self._last_warning:
-            self._last_warning = text
+        """Log a warning, unless it was logged since the engine was last followed for some time without any."""
+        self._warned_at = time.monotonic()
+        if text not in self._warnings and len(self._warnings) < MAX_WARNINGS:
+            self._warnings.add(text)
             logger.warning("events of %s: %s", self.worker, text)
 
     def _note(self, reason: str) -> None:

@@ -58,6 +58,12 @@ class WorkerProgress(NamedTuple):
                                                  and later.work != self.work)
 
 
+class _Question(NamedTuple):
+    """A worker that is being asked where its events are."""
+    task: asyncio.Task
+    again: asyncio.Event  # ask it now, whatever the pause
+
+
 class EventSubscriptions:
     """All subscribers, by worker URL. Belongs to the router's event loop."""
 
@@ -73,7 +79,7 @@ class EventSubscriptions:
             self._configured.setdefault(url, []).append((events, replay))
         self._subscribers: dict[str, list[Subscriber]] = {}  # one for each data-parallel rank
         self._answers: dict[str, _EventsAnswer] = {}  # for which the subscribers were made; not of configured workers
-        self._asking: dict[str, asyncio.Task] = {}
+        self._asking: dict[str, _Question] = {}
         self._closing: set[asyncio.Task] = set()  # of subscribers that were replaced or left
         self._sweeper: asyncio.Task | None = None
         self._context = contextlib.ExitStack()
@@ -99,21 +105,27 @@ class EventSubscriptions:
             if worker.url not in self._subscribers:
                 self._subscribe(worker, self._block_size, [{"events": events, "replay": replay}
                                                            for events, replay in self._configured[worker.url]])
-        elif worker.url not in self._asking:
-            task = asyncio.get_running_loop().create_task(self._ask(worker), name=f"{EVENTS_PATH} of {worker.url}")
-            self._asking[worker.url] = task
+        elif worker.url in self._asking:
+            self._asking[worker.url].again.set()
+        else:
+            again = asyncio.Event()
+            task = asyncio.get_running_loop().create_task(self._ask(worker, again),
+                                                          name=f"{EVENTS_PATH} of {worker.url}")
+            self._asking[worker.url] = _Question(task, again)
             task.add_done_callback(functools.partial(self._ask_ended, worker.url))
 
     def unsubscribe(self, worker: RouterWorker) -> None:
         """End the worker's subscribers and forget what it holds."""
         if (asking := self._asking.pop(worker.url, None)) is not None:
-            asking.cancel()
+            asking.task.cancel()
         self._end_subscribers(worker.url)
         self._placer.forget(worker.url)
 
     async def close(self) -> None:
         """End all subscribers and tasks."""
-        tasks = [*self._asking.values(), *([self._sweeper] if self._sweeper is not None else [])]
+        tasks = [asking.task for asking in self._asking.values()]
+        if self._sweeper is not None:
+            tasks.append(self._sweeper)
         for task in tasks:
             task.cancel()
         for url in list(self._subscribers):
@@ -144,15 +156,16 @@ class EventSubscriptions:
             self.subscribe(worker)
 
     def _ask_ended(self, url: str, task: asyncio.Task) -> None:
-        if self._asking.get(url) is task:
+        asking = self._asking.get(url)
+        if asking is not None and asking.task is task:
             del self._asking[url]
         if not task.cancelled() and task.exception() is not None:
             logger.error("unexpected error while asking for %s; it is asked again when it comes up again",
                          task.get_name(), exc_info=task.exception())
 
-    async def _ask(self, worker: RouterWorker) -> None:
+    async def _ask(self, worker: RouterWorker, again: asyncio.Event) -> None:
         """Ask the worker where its events are, until it answers that or 404, and subscribe to them, unless that was
-        done with the same answer."""
+        done with the same answer. `again` ends a pause."""
         pause_s, longest_s = RETRY_S
         while not worker.leaving:
             try:
@@ -168,8 +181,14 @@ class EventSubscriptions:
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
                 problem = repr(error)
             logger.warning("%s%s: %s; asked again in %g s", worker.url, EVENTS_PATH, problem, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, longest_s)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await again.wait()
+            except TimeoutError:
+                pause_s = min(2 * pause_s, longest_s)
+            else:
+                again.clear()
+                pause_s, _ = RETRY_S
 
     async def _follow(self, worker: RouterWorker, answer: _EventsAnswer) -> None:
         """Subscribe to a worker that has given this answer, unless that was done with the same answer."""
