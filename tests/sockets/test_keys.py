@@ -53,6 +53,14 @@ def test_b82_a_made_key_is_private_and_never_overwritten(tmp_path):
     assert Keys.load(str(tmp_path / "mine")) != Keys.load(str(tmp_path / "vllm-pd.keys"))
 
 
+def test_b82_a_key_whose_characters_stand_for_no_number_is_none(tmp_path):
+    file = tmp_path / "bad.keys"
+    file.write_text(f"public: {'#' * 40}\nsecret: {'#' * 40}\n")
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="it holds no key"):
+        Keys.load(str(file))
+
+
 def test_b82_a_key_that_can_not_be_written_whole_is_not_written_at_all(tmp_path):
     """Half of a file would be there already at the next try."""
     program = ("import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))\n"

@@ -49,7 +49,11 @@ class Keys:
         if len(text) > _MAX_BYTES or not all(_Z85.fullmatch(values.get(half, "")) for half in ("public", "secret")):
             raise ConfigError(key, path, f"it holds no key: {MAKE}")
         keys = cls(values["public"].encode(), values["secret"].encode())
-        if zmq.curve_public(keys.secret) != keys.public:
+        try:
+            public = zmq.curve_public(keys.secret)
+        except zmq.ZMQError as error:  # a group of five characters is no number of 32 bits
+            raise ConfigError(key, path, f"it holds no key: {MAKE}") from error
+        if public != keys.public:
             raise ConfigError(key, path, f"its two halves do not belong together: {MAKE}")
         return keys
 
