@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a prompt is turned into, and what placing makes of it: with a tokenizer of words and engines that only tell."""
 import asyncio
+import collections
 import contextlib
 import json
 import math
@@ -159,6 +160,23 @@ async def test_an_adapter_has_prefixes_of_its_own():
         index_of(placer).stored("http://b:1", [1, 2], None, list(range(8)), BLOCK, lora="lora")
         assert placer.place(await placer.plan([], body(), True), ())[0].url == "http://a:1"
         assert placer.place(await placer.plan([], body(model="lora"), True), ())[0].url == "http://b:1"
+
+
+@pytest.mark.parametrize("models", ["mn", "mmn"])
+async def test_each_model_has_turns_of_its_own(models):
+    """With one count for both, requests that alternate would all get the first engine of one and the last of another.
+    """
+    async with placing(Policy.ROUND_ROBIN, workers=[f"http://{n}:1" for n in "abcd"]) as (placer, known, _, _):
+        for worker, model in zip(known, "mmnn", strict=True):
+            worker.models = worker.base_models = frozenset((model, ))
+        chosen = collections.Counter()
+        for model in models * 12:
+            chosen[placer.place(await placer.plan([], body(model=model), True), ())[0].url] += 1
+        for first, second, model in (("a", "b", "m"), ("c", "d", "n")):
+            assert chosen[f"http://{first}:1"] == chosen[f"http://{second}:1"] == 6 * models.count(model)
+        for number in range(10):
+            await placer.plan([], body(model=f"unknown {number}"), True)
+        assert len(placer._turns) == 3
 
 
 async def test_a_session_keeps_its_worker():

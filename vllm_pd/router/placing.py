@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 STALE_LOAD_S = 3.0
 LOAD_DELAY_S = 0.05  # a load report does not include requests sent less than this before it arrived
 MAX_RECENT = 10_000
+MAX_TURNS = 4096  # models and adapters
 KEY_BYTES = 256
 PARTIAL_BLOCKS = 3  # so many blocks of new text show whether a prompt is one that others have sent
 CHARS_PER_TOKEN = 4  # of English
@@ -88,7 +89,7 @@ class Placer:
         self._load_of = load_of
         self._rng = rng or random.Random()
         self._recent: dict[str, RecentlySent] = collections.defaultdict(RecentlySent)
-        self._turns: collections.Counter[bool] = collections.Counter()  # by whether the requests generate
+        self._turns: collections.Counter[tuple[bool, str | None]] = collections.Counter()
         self.deferred = DeferredPrompts()
         self._now = asyncio.get_running_loop().time
         workers.on_leave.append(self._forget_recent)
@@ -97,15 +98,13 @@ class Placer:
     async def plan(self, headers: list[tuple[bytes, bytes]], body: bytes, completes: bool,
                    generates: bool = True) -> PlacementPlan:
         """Read what is needed to place a request. The prompt is tokenised only where the policy needs that.
-        `completes`: the request is a completion. `generates`: its answer takes a step of an engine; other requests have
-        turns of their own, as they often come in pairs with these."""
-        self._turns[generates] += 1
-        turn = self._turns[generates]
+        `completes`: the request is a completion. `generates`: its answer takes a step of an engine."""
+        prompt = tokens.parse(body) if body else None
+        model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
+        turn = self._turn(generates, model)
         policy = self.config.policy
         if not body:
             return PlacementPlan(PlacementRequest(turn=turn))
-        prompt = tokens.parse(body)
-        model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
         if policy is Policy.CONSISTENT_HASH:
             return PlacementPlan(PlacementRequest(key=_key(headers, prompt), turn=turn), model)
         if policy is not Policy.KV or not completes or not self._workers.has_choice:
@@ -178,6 +177,16 @@ class Placer:
         if plan.deferred is not None:
             self.deferred.add(plan.deferred, now_s + self._options.expected_s)
         return worker, choice
+
+    def _turn(self, generates: bool, model: str | None) -> int:
+        """The request's number among its like, for round robin. Each model that an engine serves has turns of its own,
+        because it has engines of its own; so have requests that don't generate, which often come in pairs with others.
+        """
+        like = generates, model if self._workers.is_known(model) else None
+        if like not in self._turns and len(self._turns) >= MAX_TURNS:
+            self._turns.clear()
+        self._turns[like] += 1
+        return self._turns[like]
 
     def _overlaps(self, plan: PlacementPlan, now_s: float) -> Overlaps:
         """The overlap with each worker. Of one with several ranks it is the smallest, as any rank may get the

@@ -284,7 +284,7 @@ class Workers:
                 and worker.state is WorkerState.UP and len(worker.in_flight) < self.max_in_flight]
         if tried:
             able = [worker for worker in able if worker not in tried]
-        if model is not None and prefills or self._is_known(model):
+        if model is not None and prefills or self.is_known(model):
             able = [worker for worker in able if self._may_have(worker, model)]
         now_s = asyncio.get_running_loop().time()
         return [worker for worker in able if worker.paused_until_s <= now_s] or able
@@ -297,7 +297,7 @@ class Workers:
     def any_up(self, model: str | None = None) -> bool:
         """Whether any decode engine is up, full or not; with a model that some worker serves, any that may get its
         requests."""
-        known = self._is_known(model)
+        known = self.is_known(model)
         return any(worker.state is WorkerState.UP and (not known or self._may_have(worker, model))
                    for worker in self._workers.values() if not worker.prefills)
 
@@ -312,7 +312,7 @@ class Workers:
         return model is not None and any(model in worker.models and model not in worker.base_models
                                          for worker in self._workers.values())
 
-    def _is_known(self, model: str | None) -> bool:
+    def is_known(self, model: str | None) -> bool:
         """Whether any decode engine is known to serve the model."""
         return model is not None and any(model in worker.models for worker in self._workers.values()
                                          if not worker.prefills)
