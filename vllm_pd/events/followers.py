@@ -420,7 +420,7 @@ class ReplayFollower:
         if len(frames) == 3 and frames[1] == END:
             self._replay = None
             self._unanswered = 0
-            self._live = len(_before_gap(replay.batches)) == len(replay.batches)
+            self._live = not _gaps(replay.batches)
             self._complete(now, replay)
             return
         try:
@@ -470,12 +470,17 @@ class ReplayFollower:
 
 def _before_gap(batches: list[_Numbered]) -> list[_Numbered]:
     """The first batches, whose numbers follow each other."""
-    return [one for index, one in enumerate(batches) if one[0] == batches[0][0] + index]
+    return batches[:min(_gaps(batches), default=len(batches))]
 
 
 def _after_gap(batches: list[_Numbered]) -> list[_Numbered]:
     """The last batches, whose numbers follow each other."""
-    return [one for index, one in enumerate(reversed(batches)) if one[0] == batches[-1][0] - index][::-1]
+    return batches[max(_gaps(batches), default=0):]
+
+
+def _gaps(batches: list[_Numbered]) -> list[int]:
+    """The indexes of the batches whose numbers do not follow the ones before them."""
+    return [index for index in range(1, len(batches)) if batches[index][0] != batches[index - 1][0] + 1]
 
 
 def blocks_of(runs: list[m.BlockStored]) -> Blocks:
