@@ -40,6 +40,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from vllm_pd.bench.outputs import argument_file
 from vllm_pd.events.formats import BatchReader
 from vllm_pd.events.messages import BlockStored, EventBatch
 from vllm_pd.router.index import PrefixIndex
@@ -248,7 +249,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory-blocks", type=int, default=200_000)
     parser.add_argument("--theirs", type=Path)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=argument_file)
     parser.add_argument("--grown", help=argparse.SUPPRESS)
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -39,6 +39,7 @@ from bench_transfer import complete, other_process
 from rich.console import Console
 from transformers import AutoModel, DynamicCache
 
+from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import MS, summary, table
 from vllm_pd.transfer.agent import NixlAgent
 from vllm_pd.transfer.layout import CacheDescription, describe_views, regions
@@ -265,7 +266,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1])
     parser.add_argument("--wire-gb-per-s", type=float, nargs="+", default=[0.0], help="0: no emulated wire")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=argument_file, metavar="FILE")
     args = parser.parse_args()
     if args.tokens % args.chunk_tokens or args.chunk_tokens % args.block_size:
         parser.error(f"--tokens {args.tokens} must be a multiple of --chunk-tokens {args.chunk_tokens}, and that of "

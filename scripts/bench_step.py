@@ -27,6 +27,8 @@ from _series.errors import Refusal
 from _upstream_tests import trees
 from _wheel import cache, process
 
+from vllm_pd.bench.outputs import argument_file
+
 WORKER = Path(__file__).resolve().parent / "_bench_step" / "worker.py"
 STEPS = {"engine": 8, "scheduler": 400}  # of a round: short, so that other work on the machine hits both of a pair
 
@@ -93,7 +95,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prefix-caching", action="store_true")
     parser.add_argument("--goal", type=float, default=0.01, metavar="SHARE",
                         help="how much slower the patched tree may be (default 0.01)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there")
+    parser.add_argument("--json", type=argument_file, metavar="FILE", help="write the verdicts there")
     parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "bench_step",
                         help="folder for trees and logs (default: in the cache folder)")
     return parser

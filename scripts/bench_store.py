@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.share.caches import LruCache
 from vllm_pd.bench.simulation.oracle import block_uses, most_hits
 from vllm_pd.bench.simulation.trace import TraceConfig, make
@@ -297,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--conversations", type=int, default=300)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--remark", default="", help="goes into the JSON: what else ran on the machine")
-    made.add_argument("--output", type=Path, help="write the figures here, too, as JSON")
+    made.add_argument("--output", type=argument_file, help="write the figures here, too, as JSON")
     return made
 
 

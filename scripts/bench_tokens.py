@@ -15,10 +15,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from vllm_pd.bench.outputs import argument_file
 from vllm_pd.router.token_cache import TokenCache
 from vllm_pd.router.tokenizer import encode
 
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--answer-words", type=int, default=80)
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--output", type=Path, help="write the figures here, too, as JSON")
+    made.add_argument("--output", type=argument_file, help="write the figures here, too, as JSON")
     return made
 
 

@@ -11,9 +11,11 @@ figures. For real engines: `vllm-pd bench serve MODEL --arm pd --pd max_local_pr
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from _thresholds.compare import MACHINES, arms, compare, verdicts
+
+from vllm_pd.bench.checks import argument_count
+from vllm_pd.bench.outputs import argument_file
 
 FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
@@ -22,8 +24,8 @@ def main() -> int:
     """Simulates, prints tables, and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machine", action="append", choices=MACHINES, help="default: all")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=argument_count, default=3)
+    parser.add_argument("--out", type=argument_file)
     options = parser.parse_args()
     found = {}
     for name in options.machine or MACHINES:

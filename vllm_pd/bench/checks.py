@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a benchmark's options, before anything is started. All raise ConfigError, which names the option."""
+"""Checks of a benchmark's options, before anything is started. All raise ConfigError, which names the option; the
+types of argparse raise ArgumentTypeError, to which argparse adds the option.
+"""
 
+import argparse
 import os
 from collections.abc import Iterable
 
@@ -14,6 +17,17 @@ def require_at_least(limits: Iterable[tuple[str, float, float]]) -> None:
     for key, value, least in limits:
         if value < least:
             raise ConfigError(key, value, f"write at least {least}")
+
+
+def argument_count(text: str) -> int:
+    """The value of an argparse option of which at least 1 is needed: its `type`."""
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} can't be used: write a whole number, at least 1")
+    return count
 
 
 def require_healthy(key: str, urls: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files that a benchmark writes: checked before it starts, and replaced as a whole."""
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -21,6 +22,15 @@ def require_file(key: str, path: Path | None) -> None:
         raise ConfigError(key, str(path), "there is no such folder: make it, or write another file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(key, str(path), "it may not be written: write another file")
+
+
+def argument_file(text: str) -> Path:
+    """The value of an argparse option that names a file to write: its `type`. Raises ArgumentTypeError."""
+    try:
+        require_file("file", Path(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} can't be used: {error.cure}") from None
+    return Path(text)
 
 
 def require_picture(key: str, path: Path | None) -> None:
