@@ -6,9 +6,12 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from vllm_pd.bench import commands
 from vllm_pd.bench.dp import measure, report
 from vllm_pd.bench.dp.probe import DUMMY, FORWARD
+from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError
 
 STEP_S = 0.01
@@ -101,6 +104,16 @@ def test_the_report_has_a_column_for_each_group(bench, tmp_path):
     assert len(report.table({"entries": entries}).columns) == 3
     report.picture({"entries": entries}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_other_tokens_end_the_command_with_1(tmp_path, monkeypatch):
+    for same in (True, False):
+        found = {"entries": [], "same_tokens": same}
+        monkeypatch.setattr(measure, "measure", lambda *_, found=found: found)
+        monkeypatch.setattr(commands, "print_table", lambda table: None)
+        options = ["--model", str(tmp_path), "--output", str(tmp_path / "out.json")]
+        done = CliRunner().invoke(app, ["bench", "dp", *options])
+        assert done.exit_code == (0 if same else 1) and json.loads((tmp_path / "out.json").read_text()) == found
 
 
 @pytest.mark.parametrize("key, given", [("bursts", 2), ("rounds", 0), ("requests", 0), ("sizes", (1, ))])

@@ -8,11 +8,13 @@ import json
 import os
 import random
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from vllm_pd.bench import router as measure
 from vllm_pd.bench import router_report as report
@@ -23,6 +25,7 @@ from vllm_pd.bench.dummy_client import RequestShape
 from vllm_pd.bench.dummy_events import MadeUpEvents
 from vllm_pd.bench.load import RequestTiming, closed_loop
 from vllm_pd.bench.servers import RouterCommand
+from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
@@ -176,6 +179,32 @@ def test_one_run_shows_every_router_in_every_phase(tmp_path):
     assert "stand-in" in [str(column.header) for column in report.table(found).columns]
     report.picture(found, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_router_that_ends_in_the_middle_loses_no_other_figure(tmp_path, monkeypatch):
+    bench = measure.RouterBench((RouterCommand.parse(f"stand-in={WORKER} {{port}} --model {{worker}}"), ), workers=1,
+                                requests=10, tokens=4, clients=2, streams=2, slice_s=0.05, rounds=1, first_s=0.01,
+                                gap_s=0.001)  # fmt: skip
+    pids: list[int] = []
+
+    def kill_after_the_first_phase(text: str) -> None:
+        pids.extend(map(int, re.findall(r"^stand-in: pid (\d+)", text)))
+        if text == "alone, plain: done":
+            os.kill(pids[0], signal.SIGKILL)
+
+    found = measure.measure(bench, tmp_path / "log", kill_after_the_first_phase)
+    shown = {(e["router"], e["phase"], e["kind"]): e for e in found["entries"]}
+    assert shown["stand-in", "alone", "plain"]["errors"] == 0 and shown["stand-in", "alone", "plain"]["requests"] == 10
+    for phase in report.PHASES[1:]:
+        dead, bare = shown["stand-in", *phase], shown["no router", *phase]
+        assert (dead["requests"], bare["errors"]) == (0, 0) and dead["errors"] and bare["requests"], phase
+    assert "stand-in" not in found["memory_bytes"]
+    report.table(found)
+    report.picture(found, tmp_path / "picture.png")
+    monkeypatch.setattr(measure, "measure", lambda *_: found)
+    assert CliRunner().invoke(app, ["bench", "router"]).exit_code == 1
+    found["entries"] = [entry | {"errors": 0} for entry in found["entries"]]
+    assert CliRunner().invoke(app, ["bench", "router"]).exit_code == 0
 
 
 def test_a_router_that_ends_is_an_error_with_its_last_words():

@@ -71,6 +71,38 @@ async def test_a_router_that_is_gone_is_an_error():
         await hold("http://127.0.0.1:1", "dummy", CHATS, make(CHATS))
 
 
+def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
+    """The second turn finds an engine gone."""
+    taken: list[Policy] = []
+
+    def take_turn(bench, policy, *_):
+        taken.append(policy)
+        if len(taken) == 2:
+            raise ConnectionRefusedError(111, "refused")
+        return [turn(0, 8)], 2, []
+
+    monkeypatch.setattr(policies, "require_healthy", lambda *_: None)
+    monkeypatch.setattr(policies, "served_model", lambda url: "m")
+    monkeypatch.setattr(policies, "_pools", lambda urls: {"block_size": 4, "pool_blocks": 100})
+    monkeypatch.setattr(policies, "_tokenizer", lambda name: lambda one: Arrival(0.0, 0, 0, tuple(range(8)), ()))
+    monkeypatch.setattr(policies, "_take_turn", take_turn)
+    bench = policies.PolicyBench(("http://a", "http://b"), "t", (Policy.KV, Policy.ROUND_ROBIN), rounds=2)
+    found = policies.measure(bench, tmp_path / "log", lambda text: None)
+    assert [run["policy"] for run in found["runs"]] == [taken[0], *taken[2:]] and len(taken) == 4
+    assert found["failed"] == [f"{taken[1].value}, round 0: [Errno 111] refused"]
+    monkeypatch.setattr(policies, "measure", lambda *_: found)
+    options = ["bench", "policies", "--tokenizer", "t", "--worker", "http://a", "--worker", "http://b"]
+    assert CliRunner().invoke(app, options).exit_code == 1
+    found["failed"] = []
+    assert CliRunner().invoke(app, options).exit_code == 0
+
+
+def test_an_engine_that_is_gone_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(policies, "require_healthy", lambda *_: None)
+    with pytest.raises(PDError, match="an engine does not answer.*127.0.0.1"):
+        policies.measure(policies.PolicyBench(("http://127.0.0.1:1", ) * 2, "t"), tmp_path / "log")
+
+
 def turn(number: int, prompt: int, answer: int = 1, worker: str = "a") -> ConversationTurn:
     return ConversationTurn(number, 0, float(number), 0.1 * (number + 1), 1.0, prompt, answer, worker, ())
 
@@ -100,6 +132,7 @@ def test_hits_are_the_blocks_that_were_not_computed(tmp_path):
 @pytest.mark.parametrize("changes, key", [
     ({"workers": ("http://127.0.0.1:1", )}, "--worker"), ({"rounds": 0}, "--rounds"),
     ({"chats": ConversationShape(conversations_per_s=0)}, "--conversations-per-s"),
+    ({"chats": ConversationShape(system_prompts=0)}, "--system-prompts"),
     ({}, "--worker.*no healthy engine")])
 def test_what_measures_nothing_is_refused(changes, key):
     with pytest.raises(ConfigError, match=key):

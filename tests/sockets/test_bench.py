@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.fakes.http_engine import FakeEngine, _Handler
 from vllm_pd.admin.scrape import parse
+from vllm_pd.bench import handover
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.handover import HandoverBench, HandoverSample, measure, report
 from vllm_pd.bench.load import GenerationRequest, ask
@@ -95,6 +96,27 @@ def test_each_run_has_prompts_of_its_own_unless_a_seed_is_given():
 def test_nothing_remote_is_an_error_with_the_reasons(seed, words):
     with FakeEngine(max_local=500) as engine, pytest.raises(PDError, match=f"2 x threshold.*below 200.*{words}"):
         measure(bench(engine, requests=2, seed=seed))
+
+
+def test_what_was_measured_before_a_failure_is_kept(monkeypatch):
+    """An engine that is gone ends the run; exit status 1."""
+    real, asked = handover.ask, []
+
+    def ask_twice(*arguments):
+        asked.append(arguments)
+        if len(asked) > 4:
+            raise ConnectionRefusedError(111, "refused")
+        return real(*arguments)
+
+    monkeypatch.setattr(handover, "ask", ask_twice)
+    with FakeEngine() as engine:
+        done = CliRunner().invoke(app, ["bench", "handover", "--decode", engine.url, "--prefill", engine.url,
+                                        "--requests", "4", "--warm-up", "1"])
+        found = json.loads(done.output)
+        assert done.exit_code == 1 and found["measured"] == 1
+        assert found["failed"] == f"{engine.url}: [Errno 111] refused"
+        with pytest.raises(PDError, match=f"{engine.url}: .*refused"):
+            measure(bench(engine))
 
 
 @pytest.mark.parametrize("changes, key", [({"requests": 0}, "--requests"), ({"max_tokens": 2}, "--max-tokens"),

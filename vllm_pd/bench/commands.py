@@ -92,6 +92,7 @@ def handover(decode: MaybeUrls = None, prefill: MaybeUrls = None, state: State =
     typer.echo(text)
     if output is not None:
         output.write_text(text + "\n")
+    raise typer.Exit(1 if found["failed"] else 0)
 
 
 @bench_app.command()
@@ -123,6 +124,7 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
     if picture is not None:
         report.picture(found, picture)
     write(found, output)
+    raise typer.Exit(0 if found["same_tokens"] else 1)
 
 
 @bench_app.command("dp-ranks")
@@ -190,6 +192,7 @@ def bench_router(
     if picture is not None:
         router_report.picture(found, picture)
     write(found, output)
+    raise typer.Exit(1 if any(entry["errors"] for entry in found["entries"]) else 0)
 
 
 def measure_hit_rate(workers: int | None, seed: int, picture: Path | None, output: Path | None) -> None:
@@ -244,6 +247,7 @@ def bench_policies(
     if picture is not None:
         policies.picture(found, picture)
     write(found, output)
+    raise typer.Exit(1 if found["failed"] else 0)
 
 
 @bench_app.command("serve")

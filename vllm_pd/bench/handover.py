@@ -31,7 +31,7 @@ from typing import Any
 
 from vllm_pd.admin.scrape import MetricsSnapshot, scrape, scrape_after_request
 from vllm_pd.bench.checks import require_at_least, require_healthy
-from vllm_pd.bench.connection import served_model
+from vllm_pd.bench.connection import LoadError, served_model
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
 from vllm_pd.bench.report import MS, summary
 from vllm_pd.errors import PDError
@@ -95,16 +95,32 @@ class HandoverSample:
 
 
 def measure(bench: HandoverBench) -> dict[str, Any]:
-    """Runs the benchmark and returns its report, ready for JSON, with the seed. Raises PDError when no request went
-    remote."""
+    """Runs the benchmark and returns its report, ready for JSON, with the seed. It ends with the first request that
+    fails; `failed` says why. Raises PDError when no request went remote."""
     bench.check()
     again = "" if bench.seed is None else f"; after a run with the same seed ({bench.seed}), leave out --seed"
     if bench.seed is None:
         bench = replace(bench, seed=random.randrange(1 << 32))
-    model = served_model(bench.decode)
-    prompts = random.Random(bench.seed)
     samples: list[HandoverSample] = []
     local: dict[str, int] = {}
+    failed = ""
+    try:
+        _measure_each(bench, samples, local)
+    except (LoadError, OSError) as error:
+        failed = f"{bench.decode}: {error}"
+    if not samples:
+        if failed:
+            raise PDError(failed)
+        why = ", ".join(f"{count} x {reason}" for reason, count in local.items()) or "the engine decided nothing"
+        raise PDError(f"no request was prefilled remotely ({why}); start the decode engine with "
+                      f"max_local_prefill_tokens below {bench.prompt_tokens}, and a prefill engine{again}")
+    return report(bench, samples, local) | {"failed": failed}
+
+
+def _measure_each(bench: HandoverBench, samples: list[HandoverSample], local: dict[str, int]) -> None:
+    """Adds a sample for each request, or why it stayed local. Raises LoadError and OSError."""
+    model = served_model(bench.decode)
+    prompts = random.Random(bench.seed)
     before = scrape(bench.decode)
     for number in range(-bench.warm_up, bench.requests):
         prompt = [prompts.randint(FIRST_TOKEN_ID, LAST_TOKEN_ID) for _ in range(bench.prompt_tokens)]
@@ -122,11 +138,6 @@ def measure(bench: HandoverBench) -> dict[str, Any]:
                     if count:
                         local[reason] = local.get(reason, 0) + int(count)
         before = last
-    if not samples:
-        why = ", ".join(f"{count} x {reason}" for reason, count in local.items()) or "the engine decided nothing"
-        raise PDError(f"no request was prefilled remotely ({why}); start the decode engine with "
-                      f"max_local_prefill_tokens below {bench.prompt_tokens}, and a prefill engine{again}")
-    return report(bench, samples, local)
 
 
 def went_remote(added: MetricsSnapshot) -> bool:

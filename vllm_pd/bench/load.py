@@ -172,14 +172,14 @@ class LoadSlice:
 async def closed_loop(urls: Sequence[str], send: Callable[[LoadConnection, str], Awaitable[RequestTiming]],
                       clients: int, for_s: float, pause_s: float = 0.0, draw: random.Random | None = None) -> LoadSlice:
     """`clients` clients, spread over the servers at `urls`, each with a connection of its own, each sending again when
-    it has its answer, for `for_s` seconds and at least once.
+    it has its answer, for `for_s` seconds and at least once. Raises OSError where nobody listens.
 
     `send` gets the connection and the request's name, and may raise LoadError, which ends this client's part. Before
     each request a client pauses for up to `pause_s`, drawn from `draw`, so that clients do not run in step."""
     draw = draw or random.Random(0)
-    connections = [await LoadConnection.open(urls[number % len(urls)]) for number in range(clients)]
+    connections: list[LoadConnection] = []
     found = LoadSlice([], [], 0.0)
-    began = time.perf_counter()
+    began = 0.0
 
     async def keep_sending(number: int, connection: LoadConnection) -> None:
         turn = 0
@@ -194,6 +194,9 @@ async def closed_loop(urls: Sequence[str], send: Callable[[LoadConnection, str],
             turn += 1
 
     try:
+        for number in range(clients):
+            connections.append(await LoadConnection.open(urls[number % len(urls)]))
+        began = time.perf_counter()
         await asyncio.gather(*(keep_sending(number, connection) for number, connection in enumerate(connections)))
         found.took_s = time.perf_counter() - began
         return found

@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.checks import require_at_least, require_healthy
 from vllm_pd.bench.connection import LoadError, call, served_model
-from vllm_pd.bench.conversations import ConversationShape, ConversationTurn, hold, make
+from vllm_pd.bench.conversations import Conversation, ConversationShape, ConversationTurn, hold, make
 from vllm_pd.bench.report import MS, ShowLine, summary
 from vllm_pd.bench.servers import RouterCommand, Server, Servers, log_to
 from vllm_pd.bench.simulation import oracle
@@ -54,40 +54,60 @@ class PolicyBench:
         """Raises ConfigError for numbers that measure nothing, and for engines that do not answer."""
         require_at_least([("--worker", len(self.workers), 2), ("--rounds", self.rounds, 1),
                           ("--conversations", self.chats.conversations, 1), ("--turns", self.chats.turns, 1),
-                          ("--policy", len(self.policies), 1)])
+                          ("--system-prompts", self.chats.system_prompts, 1),
+                          ("--system-words", self.chats.system_words, 0), ("--policy", len(self.policies), 1)])
         if not 0 < self.chats.conversations_per_s < math.inf:
             raise ConfigError("--conversations-per-s", self.chats.conversations_per_s, "write a number above 0")
         require_healthy("--worker", self.workers)
 
 
 def measure(bench: PolicyBench, log: Path, show: ShowLine = print) -> dict[str, Any]:
-    """Runs it all. The report, ready for JSON. Raises PDError for an engine that can't be measured."""
+    """Runs it all. The report, ready for JSON; `failed` has a line for each turn of a policy that failed after others
+    were measured. Raises PDError for an engine that can't be measured."""
     bench.check()
-    model = served_model(bench.workers[0])
+    try:
+        model, pools = served_model(bench.workers[0]), _pools(bench.workers)
+    except OSError as error:
+        raise PDError(f"an engine does not answer: {error}") from None
     conversations = make(bench.chats)
     draw = random.Random(bench.chats.seed)
-    tokenize, pools = _tokenizer(bench.tokenizer), _pools(bench.workers)
+    tokenize = _tokenizer(bench.tokenizer)
     runs: list[dict[str, Any]] = []
+    failed: list[str] = []
     with log.open("w") as output:
         for number in range(bench.rounds):
             for policy in draw.sample(bench.policies, len(bench.policies)):
-                tokenizer = shlex.quote(bench.tokenizer) if policy is Policy.KV else NO_TOKENIZER
-                command = RouterCommand.ours(f"{policy.value}=--policy {policy.value} --tokenizer {tokenizer}")
-                with Servers(log_to(output)) as servers:
-                    router = servers.router(command, bench.workers, Server.is_healthy)
-                    _empty_caches(bench)
-                    _await_known(bench, policy, router)
-                    before = _computed_blocks(bench.workers)
-                    turns = asyncio.run(hold(router.url, model, bench.chats, conversations))
-                    time.sleep(bench.settle_s)
-                    computed = _computed_blocks(bench.workers) - before
-                    events = [worker["events"] for worker in call(router.url, "GET", "/workers")["workers"]]
+                try:
+                    turns, computed, events = _take_turn(bench, policy, model, conversations, output)
+                except (PDError, OSError) as error:
+                    failed.append(f"{policy.value}, round {number}: {error}")
+                    if not runs:
+                        raise PDError(failed[0]) from None
+                    show(failed[-1])
+                    continue
                 runs.append(_run(policy, number, turns, computed, pools, tokenize) | {"events": events})
                 show("{policy}, round {round}: {hit_rate:.1%} of the prompt tokens were hits, bound {bound:.1%}, TTFT "
                      "p50 {ttft_ms[p50]:.0f} ms".format(**runs[-1]))
     settings = {**asdict(bench), "policies": [policy.value for policy in bench.policies],
                 "tokenizer": Path(bench.tokenizer).name}
-    return {"settings": settings, "policies": by_policy(runs), "runs": runs}
+    return {"settings": settings, "policies": by_policy(runs), "runs": runs, "failed": failed}
+
+
+def _take_turn(bench: PolicyBench, policy: Policy, model: str, conversations: Sequence[Conversation], log: TextIO
+               ) -> tuple[list[ConversationTurn], int, list[Any]]:
+    """Holds the conversations through a router with this policy. The turns, how many blocks the engines have computed,
+    and what the router says of their events. Raises PDError and OSError."""
+    tokenizer = shlex.quote(bench.tokenizer) if policy is Policy.KV else NO_TOKENIZER
+    command = RouterCommand.ours(f"{policy.value}=--policy {policy.value} --tokenizer {tokenizer}")
+    with Servers(log_to(log)) as servers:
+        router = servers.router(command, bench.workers, Server.is_healthy)
+        _empty_caches(bench)
+        _await_known(bench, policy, router)
+        before = _computed_blocks(bench.workers)
+        turns = asyncio.run(hold(router.url, model, bench.chats, conversations))
+        time.sleep(bench.settle_s)
+        computed = _computed_blocks(bench.workers) - before
+        return turns, computed, [worker["events"] for worker in call(router.url, "GET", "/workers")["workers"]]
 
 
 def by_policy(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

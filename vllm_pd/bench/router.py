@@ -12,7 +12,8 @@ turns in random order, so that other work of the machine hits all of them equall
 3. busy: in slices of time, a closed loop of `clients` and workers that answer at once: requests/s, and the router's CPU
    time for each.
 
-Every answer is compared with what the dummy must have said. With `--load-cores` and `--router-cores` a router never
+Every answer is compared with what the dummy must have said. A router that ends has errors from then on; the others are
+measured to their end. With `--load-cores` and `--router-cores` a router never
 competes with what measures it.
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import uvloop
 
 from vllm_pd.bench.checks import require_at_least
@@ -98,9 +100,8 @@ class PhaseFigures:
     cpu_s: float = 0.0
 
     def add(self, done: LoadSlice, cpu_s: float) -> None:
-        """Adds a slice, in which the router used `cpu_s` seconds of CPU."""
+        """Adds a slice, in which the router used `cpu_s` seconds of CPU, but not its errors."""
         self.timings += done.timings
-        self.errors += done.errors
         self.rates.append(done.requests_per_s)
         self.cpu_s += cpu_s
 
@@ -125,8 +126,16 @@ def measure(bench: RouterBench, log: Path | None, show: ShowLine = print) -> dic
         finally:
             gc.enable()
             os.sched_setaffinity(0, before)
-        memory = {target.name: target.server.memory_bytes() for target in targets if target.server}
+        memory = {target.name: used for target in targets if target.server and (used := _memory(target.server))}
     return report(bench, found, memory)
+
+
+def _memory(server: Server) -> int:
+    """Resident bytes; 0 where it has ended."""
+    try:
+        return server.memory_bytes()
+    except psutil.Error:
+        return 0
 
 
 class _RouterPhases:
@@ -159,18 +168,20 @@ class _RouterPhases:
 
     async def _alone(self, kind: str) -> list[PhaseFigures]:
         found = {target.name: PhaseFigures(target.name, "alone", kind) for target in self._targets}
-        connections = {target.name: await LoadConnection.open(target.urls[0]) for target in self._targets}
+        connections: dict[str, LoadConnection] = {}
         warm_up = max(10, self._bench.requests // 10)
         for number in range(-warm_up, self._bench.requests):
             for target in self._shuffled():
                 try:
+                    if target.name not in connections:
+                        connections[target.name] = await LoadConnection.open(target.urls[0])
                     timing = await self._send(kind, connections[target.name], f"alone-{number}")
                     if number >= 0:
                         found[target.name].timings.append(timing)
-                except LoadError as error:
+                except (LoadError, OSError) as error:
                     found[target.name].errors.append(str(error))
-                    connections[target.name].close()
-                    connections[target.name] = await LoadConnection.open(target.urls[0])
+                    if target.name in connections:
+                        connections.pop(target.name).close()
         for connection in connections.values():
             connection.close()
         self._show(f"alone, {kind}: done")
@@ -180,14 +191,16 @@ class _RouterPhases:
         found = {target.name: PhaseFigures(target.name, phase, kind) for target in self._targets}
         for number in range(-1, self._bench.rounds):  # the first one warms up
             for target in self._shuffled():
-                before_s = target.cpu_s()
-                done = await closed_loop(target.urls, lambda *sent: self._send(kind, *sent), clients,
-                                         self._bench.slice_s if number >= 0 else self._bench.slice_s / 4, pause_s,
-                                         self._draw)
-                if number >= 0:
-                    found[target.name].add(done, target.cpu_s() - before_s)
-                else:
+                for_s = self._bench.slice_s if number >= 0 else self._bench.slice_s / 4
+                try:
+                    before_s = target.cpu_s()
+                    done = await closed_loop(target.urls, lambda *sent: self._send(kind, *sent), clients, for_s,
+                                             pause_s, self._draw)
                     found[target.name].errors += done.errors
+                    if number >= 0:
+                        found[target.name].add(done, target.cpu_s() - before_s)
+                except (OSError, psutil.Error) as error:  # the router has ended
+                    found[target.name].errors.append(str(error))
         self._show(f"{phase}, {kind}: done")
         return list(found.values())
 
