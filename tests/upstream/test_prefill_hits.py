@@ -120,6 +120,8 @@ def test_what_the_choice_is_worth_is_measured():
     json.dumps(report)
     with pytest.raises(ConfigError, match="--prefill=-1"):
         prefill_hits.PrefillBench.of(-1, None, 0)
+    with pytest.raises(ConfigError, match="--prefill=90 can't be used: write at most"):
+        prefill_hits.measure(msgspec.structs.replace(SMALL, prefills=90))
 
 
 def test_without_prefill_engines_all_is_as_before():

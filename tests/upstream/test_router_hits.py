@@ -2,11 +2,14 @@
 """The hit-rate bench: which policy hits most must not change unseen, and none may beat what can't be beaten."""
 import functools
 import json
+import re
 
 import msgspec
+import pytest
 
 from vllm_pd.bench.simulation import hits
 from vllm_pd.bench.simulation.trace import TraceConfig
+from vllm_pd.errors import ConfigError
 from vllm_pd.router.policy import RoutingPolicyConfig, choose
 
 SMALL = hits.HitBench(seeds=(1,), pool_shares=(0.5, 1.2), trace=TraceConfig(
@@ -30,6 +33,17 @@ def test_the_kv_policy_is_close_to_what_is_possible_and_the_others_are_in_their_
     assert (tmp_path / "hits.png").stat().st_size > 10_000
     assert hits.table(report).row_count == 2 * 7
     json.dumps(report)
+
+
+def test_b80_more_workers_than_the_longest_request_allows_are_refused():
+    """Before anything is simulated, with the number that is possible."""
+    with pytest.raises(ConfigError, match=r"--workers=15 can't be used: write at most (\d+)") as caught:
+        hits.measure(hits.HitBench.of(15, 0), print)
+    most = int(re.search(r"at most (\d+)", str(caught.value))[1])
+    trace = hits.make(msgspec.structs.replace(hits.HitBench().trace, seed=0))
+    blocks = 0.25 * hits.oracle.footprint_blocks(trace, 16)
+    longest = max(hits.blocks_of(one, 16) for one in trace)
+    assert round(blocks / most) >= longest > round(blocks / (most + 1))
 
 
 def test_a_run_is_its_seeds():

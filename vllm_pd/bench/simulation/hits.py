@@ -24,7 +24,7 @@ from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.placement import PlacementSearch
 from vllm_pd.bench.simulation.prefills import PrefillFigures, PrefillFleet, SimFleet
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
-from vllm_pd.bench.simulation.workers import SimSpeed, SimWorker
+from vllm_pd.bench.simulation.workers import SimSpeed, SimWorker, blocks_of, require_fit
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Candidate, Choice, ChoiceReason, PlacementRequest, Policy, RoutingPolicyConfig, choose
@@ -160,10 +160,12 @@ def figures_of(workers: Sequence[SimWorker], reasons: dict[str, int]) -> HitFigu
 
 def measure(bench: HitBench, show: ShowLine = print) -> dict[str, Any]:
     """Runs it all, showing a line for each run. The report, ready for JSON."""
-    runs = []
-    for seed in bench.seeds:
-        trace = make(msgspec.structs.replace(bench.trace, seed=seed))
-        size = bench.fleet.block_size
+    runs, size = [], bench.fleet.block_size
+    traces = [make(msgspec.structs.replace(bench.trace, seed=seed)) for seed in bench.seeds]
+    for trace in traces:
+        require_fit("--workers", bench.fleet.workers, min(bench.pool_shares) * oracle.footprint_blocks(trace, size),
+                    max(blocks_of(arrival, size) for arrival in trace))
+    for seed, trace in zip(bench.seeds, traces, strict=True):
         footprint = oracle.footprint_blocks(trace, size)
         for share in bench.pool_shares:
             fleet = msgspec.structs.replace(bench.fleet, worker_blocks=round(share * footprint / bench.fleet.workers))

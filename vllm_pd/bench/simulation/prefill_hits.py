@@ -18,7 +18,8 @@ from vllm_pd.bench.report import ShowLine
 from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.hits import POOL, FleetConfig, HitFigures, by_policy, simulate
 from vllm_pd.bench.simulation.prefills import PrefillFleet
-from vllm_pd.bench.simulation.trace import TraceConfig, make
+from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
+from vllm_pd.bench.simulation.workers import blocks_of, require_fit
 from vllm_pd.errors import ConfigError
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 
@@ -51,18 +52,30 @@ class PrefillBench(msgspec.Struct, frozen=True):
 def measure(bench: PrefillBench, show: ShowLine = print) -> dict[str, Any]:
     """Runs it all, showing a line for each run. The report, ready for JSON."""
     runs = []
-    for seed in bench.seeds:
-        for rate in bench.rates:
-            trace = make(msgspec.structs.replace(bench.trace, seed=seed, conversations_per_s=rate))
-            footprint = oracle.footprint_blocks(trace, bench.fleet.block_size)
-            for rule in RULES:
-                result = simulate(trace, fleet_of(bench, rule, footprint), by_policy(bench.policy, Policy.KV), seed)
-                show(f"seed {seed}, {rate:g}/s, {rule}: {_line(result)}")
-                runs.append({"seed": seed, "rate": rate, "rule": rule, "requests": len(trace),
-                             "footprint_blocks": footprint, "result": msgspec.to_builtins(result)})
+    traces = {(seed, rate): make(msgspec.structs.replace(bench.trace, seed=seed, conversations_per_s=rate))
+              for seed in bench.seeds for rate in bench.rates}
+    for trace in traces.values():
+        _check(bench, trace)
+    for (seed, rate), trace in traces.items():
+        footprint = oracle.footprint_blocks(trace, bench.fleet.block_size)
+        for rule in RULES:
+            result = simulate(trace, fleet_of(bench, rule, footprint), by_policy(bench.policy, Policy.KV), seed)
+            show(f"seed {seed}, {rate:g}/s, {rule}: {_line(result)}")
+            runs.append({"seed": seed, "rate": rate, "rule": rule, "requests": len(trace),
+                         "footprint_blocks": footprint, "result": msgspec.to_builtins(result)})
     return {"bench": msgspec.to_builtins(bench), "runs": runs, "summary": [
         _over_seeds(rate, rule, [run["result"] for run in runs if (run["rate"], run["rule"]) == (rate, rule)])
         for rate in bench.rates for rule in RULES]}
+
+
+def _check(bench: PrefillBench, trace: Sequence[Arrival]) -> None:
+    """Raises ConfigError where a request of the trace fits no engine."""
+    size = bench.fleet.block_size
+    footprint = oracle.footprint_blocks(trace, size)
+    require_fit("--workers", bench.fleet.workers, bench.decode_share * footprint,
+                max(blocks_of(arrival, size) for arrival in trace))
+    require_fit("--prefill", bench.prefills, bench.prefill_share * footprint,
+                max(len(arrival.prompt) // size + 1 for arrival in trace))
 
 
 def fleet_of(bench: PrefillBench, rule: str, footprint: int) -> FleetConfig:

@@ -106,7 +106,7 @@ class SimWorker:
     def submit(self, arrival: Arrival, at_s: float, given_tokens: int = 0) -> None:
         """Takes a request, with so many tokens of its prompt that need not be computed. Raises ValueError if it can
         never fit."""
-        if self._blocks_of(arrival) > self.allocator.get_num_total_blocks():
+        if blocks_of(arrival, self._block_size) > self.allocator.get_num_total_blocks():
             raise ValueError(f"{len(arrival.prompt)} prompt tokens don't fit {self.name}")
         self.advance(at_s)
         self._waiting.append(SimRun(arrival, given_tokens))
@@ -153,9 +153,6 @@ class SimWorker:
         return {content_hash for content_hash, block_id in self.allocator._cached_blocks.items()
                 if self.allocator.block_is_computed(block_id)}
 
-    def _blocks_of(self, arrival: Arrival) -> int:
-        return (len(arrival.prompt) + len(arrival.answer)) // self._block_size + 1
-
     def _begin(self) -> None:
         while self._prefilling is None and self._waiting:
             run = self._allocate()
@@ -171,7 +168,7 @@ class SimWorker:
     def _allocate(self) -> SimRun | None:
         """The first that waits, with the blocks of its prompt; None where there are not enough."""
         run = self._waiting[0]
-        needed = self._blocks_of(run.arrival)
+        needed = blocks_of(run.arrival, self._block_size)
         if self.allocator.get_num_free_blocks() - self._reserved_blocks < needed:
             return None
         self._waiting.popleft()
@@ -213,6 +210,19 @@ class SimWorker:
         self.done.append(run)
         if self.on_end is not None:
             self.on_end(self, run, self._now_s)
+
+
+def blocks_of(arrival: Arrival, block_size: int) -> int:
+    """How many blocks a request needs, with its whole answer."""
+    return (len(arrival.prompt) + len(arrival.answer)) // block_size + 1
+
+
+def require_fit(key: str, workers: int, blocks: float, longest: int) -> None:
+    """Raises ConfigError naming `key` where a request that needs `longest` blocks never fits one of `workers`, which
+    have so many `blocks` together."""
+    if round(blocks / workers) < longest:
+        raise ConfigError(key, workers, f"write at most {int(blocks // longest)}: the longest request of the trace "
+                          f"needs {longest} of the {blocks:.0f} blocks that all of them have together")
 
 
 def _new_allocator(blocks: int, block_size: int) -> PrefixCachingBlockAllocator:
