@@ -30,9 +30,8 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
-import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -49,7 +48,9 @@ from _wheel.process import BuildError
 
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.handover import HandoverBench, measure
+from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import summary
+from vllm_pd.bench.servers import exit_on_signals
 from vllm_pd.errors import PDError
 
 WAITING_GOAL, WAKE_GOAL_MS = 0.05, 5.0
@@ -177,6 +178,8 @@ class V1Bench:
         self._wakes("d1").write_text("")
         hops = waiting.hop_times_ms()
         report = measure(HandoverBench(decode.url, (prefill.url, ), self.args.requests, self.args.prompt_tokens, 8))
+        if report["failed"]:
+            raise BuildError(f"the hand-over: {report['failed']}; see {decode.log}")
         samples = report.pop("samples_ms")
         wakes = [1000 * float(line) for line in self._wakes("d1").read_text().split()]
         rest = [one["control_plane"] - one["queue"] - one["claim"] for one in samples]
@@ -266,10 +269,17 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--wire-gb-per-s", type=float, metavar="GB", help="transfers go over an emulated wire of that "
                         "speed (default: none)")
     parser.add_argument("--window", type=float, default=30.0, metavar="SECONDS", help="how long CPU use is measured")
-    parser.add_argument("--json", type=Path, metavar="FILE",
+    parser.add_argument("--json", type=argument_file, metavar="FILE",
                         help="write the figures there; parts that were not measured now stay as they are")
-    parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "bench_v1", help="folder for logs")
+    parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "bench_v1",
+                        help="each run makes a folder for its logs there (default: in the cache folder)")
     return parser
+
+
+def fresh_folder(parent: Path) -> Path:
+    """A new folder in `parent` for the files of this run. Nothing that is there is touched."""
+    parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"{datetime.now(UTC):%Y-%m-%d-%H%M%S}-", dir=parent))
 
 
 def main() -> int:
@@ -278,12 +288,11 @@ def main() -> int:
     if args.model is None or not (Path(args.model) / "config.json").is_file():
         parser.error("no tiny model: source scripts/env.sh, or --model DIR")
     args.part = args.part or list(PARTS)
-    args.out = args.out.absolute()
-    shutil.rmtree(args.out, ignore_errors=True)
-    args.out.mkdir(parents=True)
     found: dict[str, Any] = {}
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end all servers
+    exit_on_signals()
     try:
+        args.out = fresh_folder(args.out.absolute())
+        cache.say(f"logs are in {args.out}")
         with contextlib.ExitStack() as stack:
             began = machine()
             for part, one in V1Bench(args, stack).measure():

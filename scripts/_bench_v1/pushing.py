@@ -62,13 +62,14 @@ class PushComparison:
             for load in LOADS if number % 2 else reversed(LOADS):
                 decode, prefill = self.fleets[load if load in ARMS else ARMS[number % 2]]
                 target = {"alone": None, "computed elsewhere": prefill}.get(load, decode)
-                found[load] += self._gaps_during(decode, target, number)
+                found[load] += self._gaps_during(decode, target, f"{load} {number}")
         return {load: summary(found[load], FIGURES, MS) for load in LOADS}
 
-    def _gaps_during(self, decode: BenchServer, target: BenchServer | None, seed: int) -> list[float]:
-        """The gaps between tokens of the chats that end while `target` answers a prompt; None: all after the begin."""
+    def _gaps_during(self, decode: BenchServer, target: BenchServer | None, seed: str) -> list[float]:
+        """The gaps between tokens of the chats that end while `target` answers a prompt; None: all after the begin.
+        Each load of a round needs a `seed` of its own: two of them share engines, which keep the KV of a prompt."""
 
-        draw = random.Random(1000 + seed)
+        draw = random.Random(f"gaps {seed}")
         model, answers = served_model(decode.url), []
         tokens = max(300, self.tokens // 8)
 

@@ -8,6 +8,7 @@ import asyncio
 import queue
 import random
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -198,6 +199,20 @@ class Servers:
         server = self.start(command.name, port, command.arguments(port, workers), cores=cores)
         self.await_ready(server, is_ready)
         return server
+
+
+def exit_on_signals() -> None:
+    """SIGTERM and SIGHUP end this process as an exception does, so that it ends what it has started. Further ones have
+    no effect. A SIGHUP that is ignored, as with nohup, stays ignored."""
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def leave(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in numbers:
+        signal.signal(number, leave)
 
 
 def log_to(file: TextIO) -> Say:
