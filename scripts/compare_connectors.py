@@ -9,7 +9,9 @@
 
 Every answer is compared with that of one stock engine without a connector. Leases are shortened by each connector's own
 settings, so that a run is short. What is in the folder already and was not run now stays in the JSON, so a comparison
-can be made in parts. Exit status 1 where an answer of ours was wrong, or something of ours hung, died or leaked.
+can be made in parts; each result has its settings. Exit status 1 where an answer of ours was wrong, something of ours
+hung, died, leaked or was given up, D got no KV from P in a fault, or a request failed decode first although D was not
+killed.
 """
 import argparse
 import asyncio
@@ -29,8 +31,9 @@ from _connectors.questions import SPARE, Question, answer_all, draw_prompts_betw
 from _connectors.serve import ServerFactory
 from rich.console import Console
 
+from vllm_pd.bench.checks import argument_count
 from vllm_pd.bench.connection import LoadError
-from vllm_pd.bench.servers import HOST
+from vllm_pd.bench.servers import HOST, exit_on_signals
 from vllm_pd.errors import PDError
 from vllm_pd.ports import take_free
 
@@ -54,8 +57,8 @@ def ask_one_engine(servers: ServerFactory, shape: EngineShape, faults: Sequence[
     found = {}
     for name in faults:
         prompts = FAULTS[name].prompts(seed, rounds, SPARE)
-        found[name] = [one for one in asyncio.run(answer_all(mono.url, shape.model, prompts)) if one is not None]
-        say(f"{name}: {len(found[name])} of {len(prompts)} prompts have an answer that no rounding changes")
+        found[name] = FAULTS[name].kept(asyncio.run(answer_all(mono.url, shape.model, prompts)))
+        say(f"{name}: {len(found[name])} of {len(prompts)} prompts are left, whose answers no rounding changes")
     mono.kill()
     return found
 
@@ -64,7 +67,8 @@ def right_answers(servers: ServerFactory, shape: EngineShape, faults: Sequence[s
                   kept: Path | None) -> dict[str, list[Question]]:
     """The questions of each fault, from the file `kept` where that has all of them, else from one engine."""
     known = json.loads(kept.read_text()) if kept is not None and kept.is_file() else {}
-    keys = {name: f"{Path(shape.model).name} {rounds} {seed} {name}" for name in faults}
+    keys = {name: f"{Path(shape.model).name} {rounds} {seed} {name}" + " in pairs" * FAULTS[name].shares_prefixes
+            for name in faults}
     missing = [name for name in faults if keys[name] not in known]
     for name, asked in (ask_one_engine(servers, shape, missing, rounds, seed) if missing else {}).items():
         known[keys[name]] = [(one.prompt, one.expected) for one in asked]
@@ -77,7 +81,7 @@ def compare_faults(servers: ServerFactory, connector: ConnectorName, shape: Engi
                    questions: dict[str, list[Question]], rounds: int, seed: int, results: "Results") -> None:
     """Carries out the faults with one connector."""
     pair = EnginePair(servers, connector, shape, policy)
-    fresh = False
+    fresh, name = False, ""
     try:
         for name, asked in questions.items():
             if not fresh:
@@ -90,7 +94,7 @@ def compare_faults(servers: ServerFactory, connector: ConnectorName, shape: Engi
             say(f"{connector.value}, {FAULTS[name].name}: {json.dumps(tally.as_dict())}")
     except (LoadError, PDError, OSError) as error:
         say(f"{connector.value}: given up: {error}")
-        results.give_up(connector, str(error))
+        results.give_up(connector, name, str(error))
     finally:
         pair.stop()
 
@@ -111,32 +115,36 @@ def compare_legs(servers: ServerFactory, connectors: Sequence[ConnectorName], sh
 
 
 class Results:
-    """The JSON of a comparison. It is written after each part."""
+    """The JSON of a comparison. It is written after each part. `settings`: of this run; each result of it has them."""
 
     def __init__(self, folder: Path | None, settings: dict[str, Any]) -> None:
-        self.values: dict[str, Any] = {"settings": {}, "faults": {}, "legs": {}, "given_up": {}}
-        self._folder = folder
+        self.values: dict[str, Any] = {"faults": {}, "legs": {}, "given_up": {}}
+        self._folder, self._settings = folder, settings
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / "connectors_v1.json").is_file():
                 self.values |= json.loads((folder / "connectors_v1.json").read_text())
-        self.values["settings"] |= settings
 
     def add_fault(self, connector: ConnectorName, name: str, tally: FaultTally) -> None:
-        self.values["given_up"].pop(connector.value, None)
-        fault, settings = FAULTS[name], self.values["settings"]
-        of_this_run = {"prompt_tokens": [fault.shortest, fault.longest],
-                       **{key: settings[key] for key in ("rounds", "pool_blocks") if key in settings}}
-        self.values["faults"].setdefault(connector.value, {})[name] = tally.as_dict() | of_this_run
+        """What a fault did; it was not given up this time."""
+        given_up = self.values["given_up"].get(connector.value, {})
+        given_up.pop(name, None)
+        if not given_up:
+            self.values["given_up"].pop(connector.value, None)
+        fault = FAULTS[name]
+        self.values["faults"].setdefault(connector.value, {})[name] = {
+            **tally.as_dict(), "prompt_tokens": [fault.shortest, fault.longest], **self._settings, **SHAPE}
         self.write()
 
-    def give_up(self, connector: ConnectorName, error: str) -> None:
-        self.values["given_up"][connector.value] = error[-2000:]
+    def give_up(self, connector: ConnectorName, name: str, error: str) -> None:
+        """Keeps why a fault was given up, until it is carried out."""
+        self.values["given_up"].setdefault(connector.value, {})[name] = error[-2000:]
         self.write()
 
     def add_legs(self, legs: dict[str, Any]) -> None:
         model = Path(legs["model"]).name
-        self.values["legs"][f"{model}, {legs['tokens']} tokens"] = legs | {"model": model}
+        self.values["legs"][f"{model}, {legs['tokens']} tokens"] = {**legs, **self._settings, **LEG_SHAPE,
+                                                                   "model": model}
         self.write()
 
     def write(self) -> None:
@@ -145,11 +153,19 @@ class Results:
             report.draw(self.values, self._folder / "connectors_v1.png")
 
     def is_as_promised(self) -> bool:
-        """Whether none of our answers was wrong, and nothing of ours hung, died or leaked."""
+        """Whether none of our answers was wrong, nothing of ours hung, died, leaked or was given up, D got KV from P
+        in each fault, and decode first no request ended with an error but those of a killed D."""
         ours = [one.value for one in ConnectorName if one.is_ours]
-        return not any(tally[AnswerEnd.WRONG.value] or tally[AnswerEnd.HANG.value] or tally["dead"] or tally["left"]
-                       for name in ours for tally in self.values["faults"].get(name, {}).values()) and not any(
-            name in self.values["given_up"] for name in ours)
+        return not any(_is_broken(connector, name, tally) for connector in ours
+                       for name, tally in self.values["faults"].get(connector, {}).items()) and not any(
+            connector in self.values["given_up"] for connector in ours)
+
+
+def _is_broken(connector: str, name: str, tally: dict[str, Any]) -> bool:
+    """Whether one fault did to one of our connectors what it may not, or has shown nothing."""
+    may_fail = connector != ConnectorName.OURS.value or name == "d-restarted"
+    return bool(tally[AnswerEnd.WRONG.value] or tally[AnswerEnd.HANG.value] or tally["dead"] or tally["left"]
+                or not tally["loaded_tokens"] or tally[AnswerEnd.ERROR.value] and not may_fail)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -157,9 +173,9 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connector", action="append", choices=ALL, help="default: all; may be repeated")
     parser.add_argument("--fault", action="append", choices=list(FAULTS), help="default: all; may be repeated")
-    parser.add_argument("--rounds", type=int, default=2, help="of each fault (default 2)")
+    parser.add_argument("--rounds", type=argument_count, default=2, help="of each fault (default 2)")
     parser.add_argument("--legs", action="store_true", help="measure D's leg, and carry out no fault")
-    parser.add_argument("--pairs", type=int, default=20, help="of measurements of D's leg (default 20)")
+    parser.add_argument("--pairs", type=argument_count, default=20, help="of measurements of D's leg (default 20)")
     parser.add_argument("--policy", choices=["fail", "recompute"], default="fail",
                         help="upstream's kv_load_failure_policy (default: fail, as upstream's)")
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), help="folder, for the faults")
@@ -179,8 +195,9 @@ def main() -> int:
     connectors = [one for one in ConnectorName if one.value in (chosen.connector or ALL)]
     faults = [] if chosen.legs else [name for name in FAULTS if name in (chosen.fault or FAULTS)]
     settings = {"lease_s": LEASE_S, "ours": OURS, "upstream": UPSTREAM, "kv_load_failure_policy": chosen.policy,
-                "seed": chosen.seed, "rounds": chosen.rounds, "model": Path(chosen.model).name, **SHAPE}
+                "seed": chosen.seed, "rounds": chosen.rounds, "model": Path(chosen.model).name}
     results = Results(chosen.out, settings)
+    exit_on_signals()
     with ServerFactory(ENVIRONMENT, chosen.log) as servers:
         if faults:
             shape = EngineShape(chosen.model, **SHAPE)

@@ -168,14 +168,24 @@ class Fault:
     shares_prefixes: bool = False
 
     def prompts(self, seed: int, rounds: int, spare: float) -> list[list[int]]:
-        """The prompts, `spare` times as many as are needed, and those for afterwards."""
+        """The prompts, `spare` times as many as are needed, and those for afterwards; with `shares_prefixes` each is
+        followed by one that shares a part of it."""
         count = int(spare * (rounds * self.count + AFTERWARDS)) + 4
         prompts = draw_prompts_between(f"{self.name} {seed}", count, self.shortest, self.longest)
         if not self.shares_prefixes:
             return prompts
-        # Groups of four, each followed by four that share a part of them.
         tails = extended(prompts, f"{self.name} {seed} tails")
-        return [one for first in range(0, count, 4) for one in (*prompts[first:first + 4], *tails[first:first + 4])]
+        return [one for pair in zip(prompts, tails, strict=True) for one in pair]
+
+    def kept(self, found: list[Question | None]) -> list[Question]:
+        """The questions of those `prompts` that have a right answer, in the order in which they are sent: with
+        `shares_prefixes`, groups of four, each followed by the four that share a part of them. There a prompt goes
+        with the one that shares a part of it, so that no group is shifted."""
+        if not self.shares_prefixes:
+            return [one for one in found if one is not None]
+        pairs = [pair for pair in zip(found[::2], found[1::2], strict=True) if None not in pair]
+        return [one for first in range(0, len(pairs), 4) for four in zip(*pairs[first:first + 4], strict=True)
+                for one in four]
 
 
 FAULTS = {
