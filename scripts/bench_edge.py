@@ -16,6 +16,7 @@ import contextlib
 import json
 import resource
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import psutil
@@ -52,7 +53,8 @@ class WatchedRouter:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self.health_s: list[float] = []
+        self.health_s: list[float] = []  # of the answers with status 200
+        self.failed: Counter[int] = Counter()  # the other ones, by status
         self.before = self.peak = 0
 
     def memory(self) -> int:
@@ -87,25 +89,33 @@ class WatchedRouter:
         async def watch() -> None:
             while True:
                 began_s = time.monotonic()
-                await self.ask("/health")
-                self.health_s.append(time.monotonic() - began_s)
+                status = await self.ask("/health")
+                if status == 200:
+                    self.health_s.append(time.monotonic() - began_s)
+                else:
+                    self.failed[status] += 1
                 self.peak = max(self.peak, self.memory())
                 await asyncio.sleep(0.05)
 
-        self.before, self.peak, self.health_s = self.memory(), 0, []
+        self.before, self.peak, self.health_s, self.failed = self.memory(), 0, [], Counter()
         watching = asyncio.create_task(watch())
         try:
             yield
         finally:
             await asyncio.sleep(0.2)
-            over, count = time.monotonic() + ANSWER_S, len(self.health_s)
-            while len(self.health_s) == count and time.monotonic() < over:  # the answer that is under way counts
+            over, count = time.monotonic() + ANSWER_S, self._asked()
+            while self._asked() == count and time.monotonic() < over:  # the answer that is under way counts
                 await asyncio.sleep(0.05)
             watching.cancel()
 
+    def _asked(self) -> int:
+        return len(self.health_s) + self.failed.total()
+
     def shown(self) -> str:
-        return (f"/health at most {1000 * max(self.health_s):.0f} ms of {len(self.health_s)}, memory "
-                f"+{(self.peak - self.before) / 1e6:.0f} MB")
+        slowest = f"at most {1000 * max(self.health_s):.0f} ms of {len(self.health_s)}" if self.health_s else "none"
+        failed = "".join(f", {count} x {status or 'no answer'}" for status, count in sorted(self.failed.items()))
+        memory = f"memory +{(self.peak - self.before) / 1e6:.0f} MB" if self.memory() else "the router has ended"
+        return f"/health {slowest}{failed}, {memory}"
 
 
 async def header(router: WatchedRouter, megabytes: float) -> str:
@@ -151,7 +161,9 @@ async def broken(router: WatchedRouter, _: float) -> str:
     for _ in range(INNOCENT):
         found.append(await router.ask("/v1/completions", {"model": "dummy", "prompt": "b"}))
         await asyncio.sleep(0.05)
-    return f"{sum(status != 200 for status in found)} of {INNOCENT} plain requests afterwards failed: {set(found)}"
+    ended = "" if router.memory() else "; the router has ended"
+    return (f"{sum(status != 200 for status in found)} of {INNOCENT} plain requests afterwards failed: {set(found)}"
+            + ended)
 
 
 CASES = {"header": header, "silent": silent, "broken": broken}
