@@ -25,9 +25,10 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-from bench_transfer import other_process
+from bench_transfer import DEADLINE_S, other_process, received
 from rich.console import Console
 
+from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import MS, table
 from vllm_pd.transfer.layout import describe
 from vllm_pd.transfer.nixl import NixlTransport
@@ -107,7 +108,7 @@ class Sender:
         self.case, self.pipe = case, pipe
         self.cache, self.staging = (Cache(name, case, heads, False)
                                     for name, heads in (("p", case.p_heads), ("p-staging", case.shared)))
-        d, d_staging = self.pipe.recv()
+        d, d_staging = received(self.pipe)
         self.cache.transport.add_peer("d", d)
         self.staging.transport.add_peer("d-staging", d_staging)
         if case.d_heads == case.shared:
@@ -129,12 +130,15 @@ class Sender:
         else:
             self._write(self.staging, "d-staging", local, remote, b"whole")
         ended_s = time.monotonic()
-        scattered_s = self.pipe.recv()
+        scattered_s = received(self.pipe)
         return (scattered_s if way == "scatter" else ended_s) - started_s
 
     def _write(self, cache: Cache, peer: str, local: list[int], remote: list[int], notice: bytes) -> None:
         cache.transport.write("bench", peer, local, remote, notice)
+        deadline = time.monotonic() + DEADLINE_S
         while not (ended := cache.transport.poll().finished):
+            if time.monotonic() > deadline:
+                raise SystemExit(f"a write has not ended after {DEADLINE_S:g} s")
             time.sleep(CHECK_S)
         if not ended[0].ok:
             raise SystemExit(f"a write failed: {ended[0].error}")
@@ -182,7 +186,7 @@ def main() -> None:
     parser.add_argument("--split", nargs="+", choices=SPLITS, default=list(SPLITS), help="TP of P to TP of D")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
+    parser.add_argument("--json", type=argument_file, metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cases = [Case(heads, *SPLITS[split], block_size, dtype, options.layers, -(-options.tokens // block_size))

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import MS, summary, table
 from vllm_pd.transfer.agent import NixlAgent, TransferState
 from vllm_pd.transfer.engine import EngineTransfer
@@ -55,6 +56,7 @@ CHECK_S = 0.0002  # between two looks at an open transfer: looking all the time 
 ORDERS = ("rising", "falling", "scattered")
 WAYS = ("ours", "raw", "torch", "memcpy")
 HOST, GRANT = "127.0.0.1", "bench"
+DEADLINE_S = 120.0  # of a transfer, and of the other process, which starts first
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,11 @@ class Raw:
 
 
 def complete(agent: NixlAgent, handle: int) -> None:
-    """Posts a write that was made, waits for its end and releases it."""
-    state = agent.post(handle)
+    """Posts a write that was made, waits for its end and releases it. Ends this process where that does not come."""
+    state, deadline = agent.post(handle), time.monotonic() + DEADLINE_S
     while state is TransferState.OPEN:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the raw NIXL transfer has not ended after {DEADLINE_S:g} s")
         time.sleep(CHECK_S)
         state = agent.check(handle)
     agent.release(handle)
@@ -146,15 +150,24 @@ def complete(agent: NixlAgent, handle: int) -> None:
 
 def ours_s(transport: NixlTransport | TorchTransport, local: list[int], remote: list[int]) -> float:
     """The same by one of our transports. Seconds until its Finished."""
-    started_s = time.perf_counter()
+    started_s, deadline = time.perf_counter(), time.monotonic() + DEADLINE_S
     transport.write("bench", "receiver", local, remote, b"ours", GRANT)
     ended = transport.poll().finished
     while not ended:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"our transfer has not ended after {DEADLINE_S:g} s")
         time.sleep(CHECK_S)
         ended = transport.poll().finished
     if not ended[0].ok:
         raise SystemExit(f"our transfer failed: {ended[0].error}")
     return time.perf_counter() - started_s
+
+
+def received(pipe: Connection) -> Any:
+    """What the other process sends next. Ends this process where nothing comes."""
+    if not pipe.poll(DEADLINE_S):
+        raise SystemExit(f"the other process has sent nothing for {DEADLINE_S:g} s")
+    return pipe.recv()
 
 
 def memcpy_s(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -193,14 +206,14 @@ def sender(shape: CacheShape) -> Iterator[Meeting]:
         caches = shape.caches()
         transport = NixlTransport("sender", caches, shape.describe(caches), progress_thread=False)
         by_torch = TorchTransport("sender", caches, shape.describe(caches), HOST, receives=False)
-        metadata = pipe.recv()
+        metadata = received(pipe)
         first_ms = {}
         for name, each, theirs in (("nixl", transport, metadata[0]), ("torch", by_torch, metadata[1])):
             started_s = time.perf_counter()
             each.add_peer("receiver", theirs)
             ours_s(each, [0], [0])
             first_ms[name] = round(MS * (time.perf_counter() - started_s), 1)
-            pipe.recv()
+            received(pipe)
         yield Meeting(transport, by_torch, pipe, caches, metadata[0], first_ms)
         by_torch.close()
         transport.close()
@@ -212,7 +225,7 @@ def bench(shape: CacheShape, token_counts: list[int], rounds: int) -> tuple[list
         pipe = meeting.pipe
         raw = Raw(meeting.caches, shape.describe(meeting.caches), meeting.metadata)
         raw.write_s([0], [0])
-        pipe.recv()
+        received(pipe)
         rows = [_case(shape, tokens, order, rounds, meeting, raw)
                 for tokens in token_counts for order in ORDERS]
         raw.close()
@@ -235,10 +248,10 @@ def _case(shape: CacheShape, tokens: int, order: str, rounds: int, meeting: Meet
                 transport, notice = transports[way]
                 samples[way].append(ours_s(transport, local, remote))
                 ended_s = time.monotonic()
-                samples[notice].append(max(0.0, meeting.pipe.recv() - ended_s))
+                samples[notice].append(max(0.0, received(meeting.pipe) - ended_s))
             else:
                 samples[way].append(raw.write_s(local, remote))
-                meeting.pipe.recv()
+                received(meeting.pipe)
         samples["memcpy"].append(memcpy_s(source, target))
     ratios = {way: round(statistics.median(ours / other for ours, other in zip(samples[way], samples[beside],
                                                                                 strict=True)), 3)
@@ -260,9 +273,12 @@ def ends(shape: CacheShape, wire_s: float, pass_s: float, passes: int, threaded:
         if threaded:
             transfer.start(lambda: None, lambda end: None)
         due, arrived, posts = [], [], []
+        deadline = time.monotonic() + passes * (pass_s + wire_s) + DEADLINE_S
         began_s, used_s = time.monotonic(), thread_cpu_s()
         while len(arrived) < passes:
             posted_s = time.monotonic()
+            if posted_s > deadline:
+                raise SystemExit(f"only {len(arrived)} of {passes} notices have come")
             if len(due) < passes:
                 request = Write(str(len(due)), "receiver", [0], [0], [b"ends"])
                 (transfer if threaded else worker).execute([request])
@@ -329,7 +345,7 @@ def main() -> None:
     parser.add_argument("--wire-ms", type=float, help="also: ends of writes beside passes, over a wire as slow as this")
     parser.add_argument("--pass-ms", type=float, default=200.0)
     parser.add_argument("--passes", type=int, default=30)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows there")
+    parser.add_argument("--json", type=argument_file, metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []

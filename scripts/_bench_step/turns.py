@@ -2,11 +2,14 @@
 """A worker process, as the process that compares it sees it."""
 
 import json
+import select
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from _wheel import process
+
+ANSWER_S = 600.0  # an engine may have to start
 
 
 class StepWorker:
@@ -26,10 +29,13 @@ class StepWorker:
         return self
 
     def answer(self) -> dict:
-        """Its next line. Raises BuildError where it has ended."""
-        line = self.process.stdout.readline()
+        """Its next line, which it writes as a whole. Raises BuildError where it has ended, or writes none within
+        ANSWER_S."""
+        came = select.select([self.process.stdout], [], [], ANSWER_S)[0]
+        line = self.process.stdout.readline() if came else ""
         if not line:
-            raise process.BuildError(f"the worker ended with {self.process.wait()}; the end of {self.log}:\n"
+            what = f"ended with {self.process.wait()}" if came else f"has not answered within {ANSWER_S:g} s"
+            raise process.BuildError(f"the worker {what}; the end of {self.log}:\n"
                                      + self.log.read_text(errors="replace")[-2000:])
         return json.loads(line)
 
