@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -92,8 +93,11 @@ class Group:
         self.close()
 
     def ready(self, timeout_s: float = START_S) -> "Group":
-        """Waits until every engine is up. Then `pids` has the engine processes by name."""
-        self.pids = self._ready.result(timeout_s)
+        """Waits until every engine is up. Then `pids` has the engine processes by name. Raises GroupError."""
+        try:
+            self.pids = self._ready.result(timeout_s)
+        except TimeoutError:
+            raise GroupError(f"the group of {self.size} ranks is not up after {timeout_s:g} s; see its log") from None
         return self
 
     def submit(self, ask: str, **details: Any) -> Future:
@@ -135,13 +139,13 @@ class Group:
         return [answer[0] for answer in self.call("collective_rpc", "probe_take")]
 
     def close(self) -> None:
-        """Ends the front end and with it the engines; kills the front end where that takes longer than STOP_S."""
+        """Ends the front end and with it the engines; kills them all where that takes longer than STOP_S."""
         with contextlib.suppress(OSError):
             self._asks.close()
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a session of its own
             self.process.wait(STOP_S)
 
     def _listen(self) -> None:
