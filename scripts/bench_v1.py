@@ -49,7 +49,7 @@ from _wheel.process import BuildError
 from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.handover import HandoverBench, measure
 from vllm_pd.bench.outputs import argument_file
-from vllm_pd.bench.report import summary
+from vllm_pd.bench.report import LEAST_P99, summary
 from vllm_pd.bench.servers import exit_on_signals
 from vllm_pd.errors import PDError
 
@@ -220,9 +220,10 @@ def show(found: dict[str, Any]) -> None:
 def show_handover(handover: dict[str, Any]) -> None:
     """Prints the stages of one measurement of the hand-over."""
     def line(name: str, spread: dict[str, float], goal: str = "") -> None:
-        print(f"handover   {name:22} p50 {spread['p50']:8.2f}  p99 {spread['p99']:8.2f}  max {spread['max']:8.2f} "
-              f"ms{goal}")
+        p99 = f"p99 {spread['p99']:8.2f}  " if handover["measured"] >= LEAST_P99 else ""
+        print(f"handover   {name:22} p50 {spread['p50']:8.2f}  {p99}max {spread['max']:8.2f} ms{goal}")
 
+    print(f"handover   {handover['measured']} remote prompts")
     line("control plane", handover["control_plane_ms"], " (goals {p50:g}, p99 {p99:g})".format(**CONTROL_GOALS_MS))
     for stage in ("queue", "claim"):
         line(f"  {stage}", handover["stages_ms"][stage])
@@ -240,7 +241,8 @@ def show_push(push: dict[str, Any]) -> None:
     for name in ("ttft_minus_prefill_ms", "transfer_ms", "prefill_ms", "itl_ms"):
         for arm, spread in push[name].items():
             print(f"push       {name.removesuffix('_ms').replace('_', ' '):20} {arm:20} "
-                  + "  ".join(f"{figure} {value:8.2f}" for figure, value in spread.items()) + " ms")
+                  + "  ".join(f"{figure} {value:8.2f}" for figure, value in spread.items()
+                              if figure != "p99" or name == "itl_ms" or push["rounds"] >= LEAST_P99) + " ms")
 
 
 def right(found: dict[str, Any]) -> bool:

@@ -163,6 +163,8 @@ def test_added_is_the_time_less_the_bare_workers_median():
     assert routed["total_added_ms"]["p50"] == pytest.approx(3)
     assert routed["total_added_ms"]["p99"] == pytest.approx(5)
     assert routed["first_added_ms"]["p50"] == pytest.approx(1.5)
+    assert report._pair(routed, "total") == "3.00 / max 5.00", "of three requests"
+    assert report._pair(routed | {"requests": 100}, "total") == "3.00 / 5.00" and report._pair({}, "total") == "-"
     assert routed["errors"] == 1 and routed["added_grid_ms"][-1] == pytest.approx(5)
     assert msgspec.json.decode(json.dumps(found)) is not None
 

@@ -147,6 +147,18 @@ class TestFigures:
         assert found["itl_grid_ms"][0] == pytest.approx(100) and found["itl_grid_ms"][-1] == pytest.approx(300)
         assert json.loads(json.dumps(found)) == found
 
+    def test_tokens_that_come_after_the_streams_have_sent_do_not_count(self):
+        """The wait for the last long prompts is no time in which the chats could have had tokens."""
+        chat, late = answer(1.0, 2.0, 9.5), GenerationAnswer("a", (), "length", (10, 6), (9.0, 9.5, 20.0), 20.0)
+        found = point_figures(POINT, served(chat, late, None, took_s=21.0), LIMITS)
+        assert found["answer_rate"] == {"for_s": 10.0, "tokens_per_s": pytest.approx((3 + 2) / 10)}
+        assert found["answer_tokens_per_s"] == pytest.approx(9 / 21)
+        longer = point_figures(POINT, served(chat, late, took_s=60.0), LIMITS)
+        assert longer["answer_rate"] == found["answer_rate"]
+        assert point_figures(POINT, served(chat, took_s=9.5), LIMITS)["answer_rate"]["tokens_per_s"] == 3 / 9.5
+        burst = point_figures(replace(POINT, unit="requests/s"), served(chat, late, took_s=21.0), LIMITS)
+        assert burst["answer_rate"] == {"for_s": 21.0, "tokens_per_s": pytest.approx(9 / 21)}
+
     def test_an_event_may_have_several_tokens(self):
         merged = GenerationAnswer("a", (), "length", (10, 9), (0.1, 0.3, 0.9), 0.9)
         found = point_figures(POINT, served(merged), LIMITS)
@@ -256,6 +268,14 @@ class TestComparison:
         merged = served(GenerationAnswer("a", (), "length", (10, 9), (0.1, 0.3, 0.9), 0.9))
         assert texts(of_gap(0.1), merged)["tokens in an event"] == "1.00 3.00"
         assert "tokens in an event" not in texts(of_gap(0.1), of_gap(0.2))
+
+    @pytest.mark.parametrize("count, text", [(99, "TTFT short max, ms"), (100, "TTFT short p99, ms")])
+    def test_the_table_says_how_many_answers_there_were_and_calls_the_largest_of_few_so(self, count, text):
+        found = made(pd=[[served(*[answer(0.1, 0.2)] * count)]])
+        lines = dict(zip(*[column.cells for column in report.table(found, "2 streams").columns], strict=True))
+        assert lines["short answers in a round"] == str(count) and lines[text] == "100"
+        assert not ({"TTFT short max, ms", "TTFT short p99, ms"} - {text}) & set(lines)
+        assert "long answers in a round" in lines and "TTFT long p99, ms" not in lines
 
     @pytest.mark.parametrize("points", [1, 3])
     def test_pictures_are_drawn(self, tmp_path, points):

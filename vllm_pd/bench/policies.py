@@ -117,9 +117,9 @@ def by_policy(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         own = [run for run in runs if run["policy"] == policy]
         rate = sum(run["hit_tokens"] for run in own) / sum(run["prompt_tokens"] for run in own)
         bound = statistics.fmean(run["bound"] for run in own)
-        ttfts_s = (turn["ttft_s"] for run in own for turn in run["turns"])
+        ttfts_s = [turn["ttft_s"] for run in own for turn in run["turns"]]
         found[policy] = {"hit_rate": rate, "bound": bound, "of_bound": rate / bound if bound else None,
-                         "ttft_ms": summary(ttfts_s, FIGURES, MS)}
+                         "requests": len(ttfts_s), "ttft_ms": summary(ttfts_s, FIGURES, MS)}
     return found
 
 

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 MS = 1000.0  # the scale from seconds to milliseconds
+LEAST_P99 = 100  # of fewer values the 99th percentile is the largest by another name
 ShowLine = Callable[[str], object]  # gets a line about how far a benchmark is
 
 

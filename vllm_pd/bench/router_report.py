@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_pd.bench.report import side_by_side
+from vllm_pd.bench.report import LEAST_P99, side_by_side
 from vllm_pd.bench.router import DIRECT
 
 PHASES = (("alone", "plain"), ("alone", "stream"), ("paced", "stream"), ("busy", "plain"), ("busy", "stream"))
@@ -21,6 +21,7 @@ def table(report: dict[str, Any]) -> Table:
     for key in PHASES:
         phase, kind = key
         if phase != "busy":
+            lines.append((f"{phase} {kind}: requests", lambda name, key=key: str(targets[name][key]["requests"])))
             lines.append((f"{phase} {kind}: added ms", lambda name, key=key: _pair(targets[name][key], "total")))
             if kind == "stream":
                 lines.append(("    to the first event, ms", lambda name, key=key: _pair(targets[name][key], "first")))
@@ -82,7 +83,11 @@ def _targets(report: dict[str, Any]) -> dict[str, Entries]:
 
 
 def _pair(entry: dict[str, Any], key: str) -> str:
-    return "{p50:.2f} / {p99:.2f}".format(**entry[f"{key}_added_ms"]) if f"{key}_added_ms" in entry else "-"
+    """The median and the 99th percentile, or the largest value of few."""
+    if f"{key}_added_ms" not in entry:
+        return "-"
+    most = "max " if entry["requests"] < LEAST_P99 else ""
+    return f"{{p50:.2f}} / {most}{{p99:.2f}}".format(**entry[f"{key}_added_ms"])
 
 
 def _rate(entry: dict[str, Any]) -> float:

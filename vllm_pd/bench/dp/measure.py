@@ -35,7 +35,7 @@ from typing import Any
 from vllm_pd.bench.checks import require_at_least
 from vllm_pd.bench.dp.group import Group
 from vllm_pd.bench.dp.probe import DUMMY
-from vllm_pd.bench.report import MS, ShowLine, summary
+from vllm_pd.bench.report import LEAST_P99, MS, ShowLine, summary
 from vllm_pd.bench.servers import process_tree
 from vllm_pd.dp.experts import has_experts
 from vllm_pd.errors import ConfigError
@@ -48,7 +48,6 @@ SILENCE_S = 5.0
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999
 LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, DECODED_TOKENS = 1000, 16, 60  # of the unbalanced phase
 ROOM = {"max_model_len": 4096, "max_num_batched_tokens": 2048}  # a long prompt is prefilled in one step
-LEAST_P99 = 100  # samples; of fewer the 99th percentile is the largest
 BACKENDS = {"shared-memory": True, "network": False}  # whether ranks use shared memory
 
 

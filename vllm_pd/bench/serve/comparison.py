@@ -17,12 +17,14 @@ GOOD_SHARE = 0.9  # of the requests at a rate that counts as served
 MIXED = ("mixed-rr", "mixed-kv")
 ITL_P99, TTFT_SHORT, TTFT_LONG = "short.itl_ms.p99", "short.ttft_ms.p50", "long.ttft_ms.p50"
 PAUSE_P90, TOKENS_PER_EVENT = "short.pause_ms.p90", "tokens_per_event"
+ANSWER_TOKENS = "answer_rate.tokens_per_s"
 FIGURES = {  # of the table, by path: text, digits after the point
+    "short.answers": ("short answers in a round", 0), "long.answers": ("long answers in a round", 0),
     ITL_P99: ("ITL p99, ms", 0), "short.itl_ms.p50": ("ITL p50, ms", 0), "short.itl_ms.max": ("ITL max, ms", 0),
     "short.pause_ms.p50": ("longest pause p50, ms", 0), PAUSE_P90: ("longest pause p90, ms", 0),
     TTFT_SHORT: ("TTFT short p50, ms", 0), "short.ttft_ms.p99": ("TTFT short p99, ms", 0),
     TTFT_LONG: ("TTFT long p50, ms", 0), "long.ttft_ms.p99": ("TTFT long p99, ms", 0),
-    "answer_tokens_per_s": ("answer tokens/s", 1), TOKENS_PER_EVENT: ("tokens in an event", 2),
+    ANSWER_TOKENS: ("answer tokens/s", 1), TOKENS_PER_EVENT: ("tokens in an event", 2),
     "good_share": ("share within the limits", 2),
     "cpu_share": ("share of the cores in use", 2), "handover.megabytes": ("KV handed over, MB", 0),
     "handover.decode_steps": ("steps of decode engines", 0),
@@ -32,7 +34,7 @@ RATIOS = (  # text, path, beside what
     ("ITL p99 / alone", ITL_P99, "alone"), ("ITL p99 / mixed", ITL_P99, "mixed"),
     ("longest pause p90 / alone", PAUSE_P90, "alone"), ("longest pause p90 / mixed", PAUSE_P90, "mixed"),
     ("TTFT short p50 / mixed", TTFT_SHORT, "mixed"), ("TTFT long p50 / mixed", TTFT_LONG, "mixed"),
-    ("answer tokens/s / mixed", "answer_tokens_per_s", "mixed"))
+    ("answer tokens/s / mixed", ANSWER_TOKENS, "mixed"))
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:

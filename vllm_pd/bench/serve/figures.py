@@ -6,6 +6,11 @@ stream. An event is usually one token; a server may put several into one (`token
 first to the last event of an answer for each of its tokens but the first, so a pause counts less there. The pause of an
 answer is its longest ITL. About one token in a hundred waits for a whole long prompt, so the p99 of all ITLs may or may
 not show it; the pauses do. A request is *good* where its TTFT and each of its ITLs are within the limits.
+
+Rates are over the time to the last answer, as those of vLLM's tool. Where streams send until a time is over, that has
+an end in which only the last long prompts are computed, and which is longer where they wait for longer. So
+`answer_rate` counts the tokens that came while the streams sent, by that time. Of loads without streams it counts all
+tokens, by the time to the last answer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +20,7 @@ from typing import Any
 from vllm_pd.bench.load import GenerationAnswer
 from vllm_pd.bench.report import MS, quantile_grid, summary
 from vllm_pd.bench.serve.drive import ServedLoad, ServedRequest
-from vllm_pd.bench.serve.traffic import LoadPoint, PromptKind
+from vllm_pd.bench.serve.traffic import STREAMS, LoadPoint, PromptKind
 
 FIGURES = "mean p50 p99 max"
 PAUSES = "mean p50 p90 p99 max"
@@ -48,6 +53,7 @@ def point_figures(point: LoadPoint, served: ServedLoad, limits: SloLimits, cpu_s
         "requests_per_s": len(answers) / served.took_s,
         "answer_tokens_per_s": answer / served.took_s, "tokens_per_s": (prompt + answer) / served.took_s,
         "good_share": good / len(served.requests) if served.requests else None, "good_per_s": good / served.took_s,
+        "answer_rate": _answer_rate(point, served),
         "cpu_share": cpu_share, **_latencies(answers),
         **{kind.value: _latencies([one.answer for one in served.requests if one.answer and one.kind is kind])
            for kind in PromptKind},
@@ -55,10 +61,19 @@ def point_figures(point: LoadPoint, served: ServedLoad, limits: SloLimits, cpu_s
     }
 
 
-def _latencies(answers: Sequence[GenerationAnswer]) -> dict[str, dict[str, float]]:
+def _answer_rate(point: LoadPoint, served: ServedLoad) -> dict[str, float]:
+    """Tokens of answers in a second of `for_s`. The events of an answer count as if all had as many tokens."""
+    for_s = min(point.for_s, served.took_s) if point.unit == STREAMS else served.took_s
+    tokens = sum(one.answer.usage[1] * sum(one.at_s + arrived_s <= for_s for arrived_s in one.answer.arrivals_s)
+                 / len(one.answer.arrivals_s) for one in served.requests if one.answer is not None)
+    return {"for_s": round(for_s, 3), "tokens_per_s": tokens / for_s}
+
+
+def _latencies(answers: Sequence[GenerationAnswer]) -> dict[str, Any]:
     tpots_s = ((one.arrivals_s[-1] - one.arrivals_s[0]) / (one.usage[1] - 1) for one in answers
                if one.gaps_s and one.usage[1] > 1)
-    return {"ttft_ms": summary((one.ttft_s for one in answers), FIGURES, MS),
+    return {"answers": len(answers),
+            "ttft_ms": summary((one.ttft_s for one in answers), FIGURES, MS),
             "tpot_ms": summary(tpots_s, FIGURES, MS),
             "pause_ms": summary((max(one.gaps_s) for one in answers if one.gaps_s), PAUSES, MS),
             "itl_ms": summary((gap_s for one in answers for gap_s in one.gaps_s), FIGURES, MS)}

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vllm_pd.bench.report import side_by_side
+from vllm_pd.bench.report import LEAST_P99, side_by_side
 from vllm_pd.bench.serve import comparison
 from vllm_pd.bench.serve.comparison import (
     FIGURES,
@@ -66,12 +66,20 @@ def table(report: dict[str, Any], label: str) -> Table:
 
     merged = any(round(found["median"], 2) != 1 for arm in report["arms"]
                  if (found := over_rounds(report, arm, label, TOKENS_PER_EVENT)))
-    lines = [(text, figure(path, digits)) for path, (text, digits) in FIGURES.items()
+    lines = [(_named(report, label, path, text), figure(path, digits)) for path, (text, digits) in FIGURES.items()
              if path != TOKENS_PER_EVENT or merged]
     lines += [(text.replace("mixed", base_of(report, base) or base), divided(base, path))
               for text, path, base in RATIOS if base_of(report, base)]
     lines = [line for line in lines if any(line[1](arm) not in ("-", "1") for arm in report["arms"])]
     return side_by_side(list(report["arms"]), list(report["arms"]), lines, label)
+
+
+def _named(report: dict[str, Any], label: str, path: str, text: str) -> str:
+    """The text of a figure: "max" for the "p99" of a figure with one value for each answer, where no round has enough
+    of them to tell the two apart."""
+    answers, one_each, _ = path.partition(".ttft_ms.")
+    counts = [over_rounds(report, arm, label, f"{answers}.answers").get("max", 0) for arm in report["arms"]]
+    return text.replace("p99", "max") if one_each and 0 < max(counts) < LEAST_P99 else text
 
 
 def summary(report: dict[str, Any]) -> list[str]:

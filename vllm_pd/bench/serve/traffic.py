@@ -20,6 +20,7 @@ from vllm_pd.bench.serve.settings import LoadShape, ServeLoad
 from vllm_pd.bench.serve.words import prose, tokens_of
 
 MOST_LONG = 1000
+STREAMS = "streams"  # the unit of points whose clients send one request after another
 
 
 class PromptKind(StrEnum):
@@ -67,7 +68,7 @@ def points(shape: LoadShape, turn: int, with_long: bool = True) -> list[LoadPoin
               ServeLoad.TRACE: lambda shape, value, _: _traced(shape, turn, value)}
     make = makers[shape.load]
     streamed = shape.load in (ServeLoad.CHAT_LONG, ServeLoad.CONCURRENCY)
-    unit = "streams" if streamed else "conversations/s" if shape.load is ServeLoad.CONVERSATIONS else "requests/s"
+    unit = STREAMS if streamed else "conversations/s" if shape.load is ServeLoad.CONVERSATIONS else "requests/s"
 
     def chains(value: float) -> list[RequestChain]:
         found = make(shape, value, _seed(shape, turn, value))
