@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+from _bench_v1.steps import untouched
+
 SNAPSHOT = """
 import json, sys, threading, types
 KINDS = (types.FunctionType, classmethod, staticmethod, property, type)
@@ -49,6 +51,8 @@ register()  # again: plugins may be loaded several times
     ours = [name for name in found["modules"] if name.startswith("vllm_pd")]
     assert ours == ["vllm_pd", "vllm_pd.errors", "vllm_pd.installation", "vllm_pd.offloading", "vllm_pd.v1",
                     "vllm_pd.v1.plugin"]
+    about = {"wrapped": [], "threads": [], "plugin_modules": ours}
+    assert untouched(about, about), "and scripts/bench_v1.py takes it for that"
     theirs = [name for name in found["modules"] if name.split(".")[0] in ("vllm", "zmq", "nixl", "msgspec", "torch")]
     assert theirs == [] or all("lora" in name for name in theirs), theirs  # vLLM's own plugins are loaded with ours
 
