@@ -17,7 +17,7 @@ from _thresholds.compare import MACHINES, arms, compare, verdicts
 from vllm_pd.bench.checks import argument_count
 from vllm_pd.bench.outputs import argument_file
 
-FIGURES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
+FIGURES = ("requests", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99")
 
 
 def main() -> int:

@@ -10,13 +10,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
 import bench_edge
 import bench_transfer
 import bench_v1
+import pytest
 from _bench_step import turns
 from _bench_v1 import pushing
 from _wheel.process import BuildError
