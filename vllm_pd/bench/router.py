@@ -100,7 +100,7 @@ class PhaseFigures:
     cpu_s: float = 0.0
 
     def add(self, done: LoadSlice, cpu_s: float) -> None:
-        """Adds a slice, in which the router used `cpu_s` seconds of CPU, but not its errors."""
+        """Adds the times of a slice, in which the router used `cpu_s` seconds of CPU."""
         self.timings += done.timings
         self.rates.append(done.requests_per_s)
         self.cpu_s += cpu_s

@@ -145,7 +145,9 @@ class Group:
         try:
             self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)  # it leads a session of its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # it leads a session of its own
+            self.process.kill()
             self.process.wait(STOP_S)
 
     def _listen(self) -> None:
