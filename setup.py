@@ -8,7 +8,9 @@ first (only for cpu, and only while the compiled extension is not in the cache).
 setuptools only asks for it.
 """
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -21,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
 from _wheel import cache, extension, metadata, project, source, targets
 
 TARGET = project.check_target(os.environ.get("VLLM_PD_TARGET", "cpu"))
+EGG_BASE = tempfile.mkdtemp(prefix="vllm-pd-egg-")
+atexit.register(shutil.rmtree, EGG_BASE, ignore_errors=True)
 
 
 class PatchedWheel(bdist_wheel):
@@ -40,13 +44,13 @@ def needed_to_build() -> list[str]:
     with cache.lock():
         if extension.is_cached(source.patched(), sys.executable):
             return []
-    return [f"torch{project.overrides('cpu')['torch']}", "numpy<2.3"]
+    return [f"torch=={extension.pinned_torch()}", "numpy<2.3"]
 
 
 setup(
     name=project.distribution(TARGET),
     version=targets.version(TARGET),
-    options={"egg_info": {"egg_base": tempfile.mkdtemp(prefix="vllm-pd-egg-")}},
+    options={"egg_info": {"egg_base": EGG_BASE}},
     python_requires=targets.requires_python(TARGET),
     packages=[],
     py_modules=[],

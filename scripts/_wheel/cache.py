@@ -47,6 +47,11 @@ def say(text: str) -> None:
     print(f"vllm-pd: {text}", file=sys.stderr, flush=True)
 
 
+def has(kind: str, name: str) -> bool:
+    """Whether the piece (not one built in place) is there."""
+    return (root() / kind / name).is_dir()
+
+
 def piece(kind: str, name: str, build: Callable[[Path], None], what: str, *, in_place: bool = False) -> Path:
     """The folder ``<cache>/kind/name``, made by build(folder) if it is absent.
 

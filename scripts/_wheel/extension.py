@@ -41,17 +41,36 @@ def sources_key(tree: Path) -> str:
     return cache.tree_key(tree, files)
 
 
+def pinned_torch() -> str:
+    """Version of the torch that the CPU wheel asks for."""
+    return project.overrides("cpu")["torch"].removeprefix("==")
+
+
 def torch_version(python: str) -> str:
     """Version of the torch that python has, as its distribution says; the pinned one if it has none."""
     code = "from importlib.metadata import version; print(version('torch'))"
     try:
         return run([python, "-c", code]).strip()
     except BuildError:
-        return project.overrides("cpu")["torch"].removeprefix("==")
+        return pinned_torch()
+
+
+def check_torch(python: str) -> str:
+    """The version of the torch that python has. BuildError if it is not the pinned one, which the wheel's metadata
+    asks for: the extension may not load beside another."""
+    found, pinned = torch_version(python), pinned_torch()
+    if found.partition("+")[0] != pinned:
+        raise BuildError(f"{python} has torch {found}, and the CPU wheel asks for torch {pinned}: build inside the "
+                         f"environment of scripts/env.sh (`. scripts/env.sh`), or install torch=={pinned} there")
+    return found
 
 
 def key(tree: Path, torch: str) -> str:
     return cache.key(sources_key(tree), torch, *FLAGS, *LIBRARIES, os.environ.get("VLLM_PD_CXXFLAGS", ""))
+
+
+def is_cached(tree: Path, python: str) -> bool:
+    return cache.has("extension", key(tree, torch_version(python)))
 
 
 def extension(tree: Path, python: str) -> Path:

@@ -49,6 +49,7 @@ def build(target: str, out: Path, python: str = sys.executable) -> Path:
 
 
 def build_cpu(out: Path, python: str) -> Path:
+    torch = extension.check_torch(python)
     plain, patched = source.upstream(python), source.patched(python)
     compiled = extension.extension(patched, python)
     ours = version("cpu")
@@ -61,7 +62,7 @@ def build_cpu(out: Path, python: str) -> Path:
     setup = tomllib.loads((plain / "pyproject.toml").read_text())["project"]
     points = {"console_scripts": setup["scripts"]} | setup["entry-points"]
     text = metadata.metadata((plain / "PKG-INFO").read_text(), ours, requirements, REQUIRES_PYTHON)
-    _add_ours(writer, "cpu", touched(plain, patched), torch=extension.torch_version(python))
+    _add_ours(writer, "cpu", touched(plain, patched), torch=torch)
     _add_dist_info(writer, ours, text, metadata.wheel([extension.TAG]), metadata.entry_points(points))
     writer.add(f"vllm-{ours}.dist-info/licenses/LICENSE", plain / "LICENSE")
     return writer.close()

@@ -2,13 +2,16 @@
 """The parts that make wheels: archive, metadata, cache."""
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 import threading
 import zipfile
 
 import pytest
-from _wheel import archive, cache, extension, metadata, project
+import setuptools
+from _wheel import archive, cache, extension, metadata, project, source, targets
 from _wheel.process import BuildError, run
 
 from tests.wheel import checks
@@ -168,3 +171,40 @@ def test_the_extension_is_compiled_as_the_torch_of_this_environment_wants(tmp_pa
     assert len(calls) == len(extension.SOURCES) + 1
     assert all("-D_GLIBCXX_USE_CXX11_ABI=" in call and "torch/include" in call for call in calls[:-1])
     assert (tmp_path / extension.FILE).exists()
+
+
+@pytest.mark.parametrize("version", ["2.7.1+cu126", "2.6.1"])
+def test_b53_no_cpu_wheel_is_compiled_against_another_torch_than_it_asks_for(tmp_path, monkeypatch, version):
+    monkeypatch.setattr(extension, "torch_version", lambda python: version)
+    with pytest.raises(BuildError, match=rf"has torch {re.escape(version)}.*asks for torch 2\.6\.0: build inside"):
+        targets.build_cpu(tmp_path, sys.executable)
+    monkeypatch.setattr(extension, "torch_version", lambda python: "2.6.0+cpu")
+    assert extension.check_torch(sys.executable) == "2.6.0+cpu"
+
+
+@pytest.fixture
+def setup_script(empty_cache, tmp_path, monkeypatch):
+    """The names in setup.py, run as in an interpreter without torch, with nothing in the cache."""
+    monkeypatch.setenv("VLLM_PD_TARGET", "cpu")
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(extension, "torch_version", lambda python: extension.pinned_torch())
+    monkeypatch.setattr(source, "patched", lambda: tmp_path)
+    (tmp_path / "csrc").mkdir()
+    return runpy.run_path(str(project.ROOT / "setup.py"))
+
+
+def test_b53_pip_fetches_torch_only_to_compile(setup_script, tmp_path):
+    """As `pip wheel .` asks, whose build isolation has no torch."""
+    needed_to_build = setup_script["needed_to_build"]
+    assert needed_to_build() == ["torch==2.6.0", "numpy<2.3"]
+    cache.piece("extension", extension.key(tmp_path, "2.6.0"), lambda folder: None, "test")
+    assert needed_to_build() == []
+
+
+def test_setup_leaves_no_folder_behind(tmp_path):
+    env = os.environ | {"TMPDIR": str(tmp_path), "VLLM_PD_TARGET": "plugin"}
+    done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=project.ROOT, env=env, capture_output=True,
+                          text=True)
+    assert done.stdout.split()[-1] == project.version("", "plugin"), done.stderr
+    assert list(tmp_path.iterdir()) == []
