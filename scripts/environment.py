@@ -15,6 +15,8 @@ Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piec
 For V1 (VLLM_PD_ENGINE=v1) packages has the stock vLLM and what else is in requirements/v1*.txt, wheel is our plugin,
 env has both, and there is neither source nor extension nor Ray.
 
+Pieces that nobody has asked for in KEEP_S and that no process uses are removed.
+
 Progress goes to stderr, the shell commands to stdout.
 """
 
@@ -36,7 +38,7 @@ ENGINE_VARIABLE = "VLLM_PD_ENGINE"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # asked only where the caller's own has no CPU build of torch
 REQUIREMENTS = project.ROOT / "requirements"
 MODEL = "SmolLM2-135M-Instruct"
-KEEP_S = 3 * 86400.0  # each change of the source makes new pieces; those not used for so long are removed
+KEEP_S = 3 * 86400.0  # each change of the source makes new pieces; those that nobody used for so long are removed
 
 # Only where the caller has not set them. A small machine: 1 GiB of KV cache, no compilation by V1's inductor, and
 # nothing that asks the network.

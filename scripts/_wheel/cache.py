@@ -13,10 +13,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 MARKER = ".complete"
+GONE = ".gone"  # ends the name of a piece that is being removed
 
 
 def root() -> Path:
@@ -76,10 +77,31 @@ def piece(kind: str, name: str, build: Callable[[Path], None], what: str, *, in_
 
 
 def prune(kinds: Iterable[str], keep_s: float) -> None:
-    """Remove the pieces of these kinds that nobody has asked for in the last keep_s seconds."""
-    for place in (place for kind in kinds for place in (root() / kind).glob("*")):
-        if time.time() - place.stat().st_mtime > keep_s:
-            shutil.rmtree(place, ignore_errors=True)
+    """Remove the pieces of these kinds that nobody has asked for in the last keep_s seconds and that no process uses.
+    A piece loses its name first, so that one of which only a part is left is never taken for complete."""
+    places = [place for kind in kinds for place in (root() / kind).glob("*")]
+    for left in (place for place in places if place.suffix == GONE):
+        shutil.rmtree(left, ignore_errors=True)
+    old = {place for place in places if place.suffix != GONE and time.time() - place.stat().st_mtime > keep_s}
+    for place in old - in_use(old):
+        gone = place.with_name(place.name + GONE)
+        with contextlib.suppress(OSError):  # what can't be removed stays
+            place.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def in_use(places: Collection[Path]) -> set[Path]:
+    """Those of these folders from which a running process has loaded a file, or which its command line or its
+    environment names, as far as we may see."""
+    names = {place: {os.fsencode(place), os.fsencode(place.resolve())} for place in places}
+    used: set[Path] = set()
+    for file in (file for kind in ("cmdline", "environ", "maps") for file in Path("/proc").glob(f"[0-9]*/{kind}")):
+        if len(used) == len(names):
+            break
+        with contextlib.suppress(OSError):
+            text = file.read_bytes()
+            used.update(place for place, written in names.items() if any(name in text for name in written))
+    return used
 
 
 @contextlib.contextmanager

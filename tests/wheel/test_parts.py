@@ -117,6 +117,51 @@ def test_prune_removes_what_nobody_asked_for(empty_cache):
     assert [f.name for f in (empty_cache / "wheel").iterdir()] == ["used"]
 
 
+@pytest.mark.parametrize("how", ["loaded", "named", "entered"])
+def test_prune_keeps_what_a_process_uses(empty_cache, how):
+    """An environment that a server runs from or has been started in, or a model that its command line names."""
+    def build(folder):
+        (folder / "file").write_text("content")
+
+    place = cache.piece("env", "running", build, "test", in_place=True)
+    os.utime(place, (0, 0))
+    code = "import mmap, time; kept = mmap.mmap(0, 0, prot=mmap.PROT_READ); print(flush=True); time.sleep(600)"
+    opened = place / "file" if how == "loaded" else project.ROOT / "setup.py"
+    command = [sys.executable, "-c", code, *([place / "file"] if how == "named" else [])]
+    env = os.environ | ({"VLLM_PD_ENV": str(place)} if how == "entered" else {})
+    with opened.open() as file, subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, env=env) as server:
+        assert server.stdout.readline()
+        cache.prune(["env"], keep_s=3600)
+        assert (place / cache.MARKER).exists() and (place / "file").exists()
+        server.kill()
+    cache.prune(["env"], keep_s=3600)
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_piece_of_which_a_part_was_removed_is_not_trusted(empty_cache, monkeypatch, in_place):
+    """Ctrl-C while it is removed. The next run removes the rest."""
+    def build(folder):
+        for number in range(9):
+            (folder / str(number)).touch()
+
+    def interrupted(*args, **kwargs):
+        unlink(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    place = cache.piece("patched", "key", build, "test", in_place=in_place)
+    os.utime(place, (0, 0))
+    unlink = os.unlink
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "unlink", interrupted)
+        cache.prune(["patched"], keep_s=3600)
+    assert [left.name for left in place.parent.iterdir()] == ["key.gone"]
+    place = cache.piece("patched", "key", build, "test", in_place=in_place)
+    assert len(list(place.iterdir())) == 9 + in_place
+    cache.prune(["patched"], keep_s=3600)
+    assert [left.name for left in place.parent.iterdir()] == ["key"]
+
+
 def test_tree_key_follows_names_and_contents(tmp_path):
     (tmp_path / "a").write_text("1")
     before = cache.tree_key(tmp_path, [tmp_path / "a"])
