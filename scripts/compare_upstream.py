@@ -8,18 +8,21 @@
     python scripts/compare_upstream.py --tree-b WORK_TREE     a tree of `series.py import` instead of patches/
 
 Offline, on the CPU, with a tiny model under the names that the tests ask for. Every test that passes unpatched must
-pass patched; so must those of _upstream_tests/mended.txt. The unpatched results are kept in the cache folder until
-the pin, the lists or the environment change. Exit status: 0 no regression, 1 regressions (named), 2 nothing could be
-compared.
+pass patched; so must those of _upstream_tests/mended.txt. Unpatched results without a failure (but for those of
+mended.txt) are kept in the cache folder until the pin, the lists or the environment change. One comparison at a time
+runs in a folder (--out). Exit status: 0 no regression, 1 regressions (named), 2 nothing could be compared.
 """
 
 import argparse
+import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,7 +31,7 @@ from _series.errors import Refusal
 from _upstream_tests import lists, results, runner, trees
 from _wheel import cache, process
 
-FORMAT = "1"  # of the kept results
+FORMAT = "2"  # of the kept results
 UNPATCHED, PATCHED = "unpatched", "patched"
 _speak = threading.Lock()
 
@@ -46,6 +49,19 @@ def environment_key() -> str:
     return cache.key(sys.version, *sorted(installed))
 
 
+@contextlib.contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Holds the folder, which is made if it is not there. Raises Refusal if another run holds it."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refusal(f"--out {out}: another comparison runs in this folder; wait for its end, or name another "
+                          "folder") from None
+        yield
+
+
 class ComparisonRun:
     """Both trees, staged once for all lists, and the runs on them."""
 
@@ -54,7 +70,6 @@ class ComparisonRun:
         self.stop = threading.Event()
         with cache.lock():
             self.before, self.after = trees.plain(args.tree_a), trees.patched(args.tree_b)
-            args.out.mkdir(parents=True, exist_ok=True)
             self.tests = trees.stage_tests(self.before, args.out / "tests-copy")
             self.hub = args.out / "hub"
             shadow_hub.make(args.model, self.hub)
@@ -71,7 +86,8 @@ class ComparisonRun:
         return runner.run(self.site(PATCHED), wanted, say)
 
     def unpatched(self, wanted: lists.TestList) -> results.Results:
-        """From the cache folder, if they are there."""
+        """From the cache folder, if they are there. Kept only without a failure: what a full disk or a lack of memory
+        makes fail would be no regression in later runs."""
         name = cache.key(self.key, FORMAT, wanted.use_v1, *wanted.arguments, "", *wanted.deselected)
         kept = cache.root() / "upstream_tests" / f"{wanted.name}-{name}.json"
         if kept.is_file() and not self.args.fresh:
@@ -79,6 +95,9 @@ class ComparisonRun:
             return {test: results.UpstreamResult(results.UpstreamOutcome(outcome), *rest)
                     for test, (outcome, *rest) in json.loads(kept.read_text()).items()}
         found = runner.run(self.site(UNPATCHED), wanted, say)
+        if failed := results.failing(found, wanted.mended):
+            say(f"unpatched {wanted.name}: results not kept, for {len(failed)} tests failed, first {failed[0]}")
+            return found
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(".partial")
         partial.write_text(json.dumps({t: (r.outcome.value, r.message, r.unsteady) for t, r in found.items()}))
@@ -149,7 +168,8 @@ def main() -> int:
             wanted = [narrow for narrow in (one.narrowed(args.only) for one in wanted) if narrow.arguments]
         if not wanted:
             raise Refusal(f"no test of the list is within {', '.join(args.only)}")
-        found = ComparisonRun(args).compare(wanted)
+        with only_run(args.out):
+            found = ComparisonRun(args).compare(wanted)
     except runner.RunDied as died:
         print(f"compare_upstream: {died}", file=sys.stderr)
         return 1 if died.tree == PATCHED else 2

@@ -142,6 +142,12 @@ def compare(list_name: str, before: Results, after: Results, must_mend: Iterable
     )
 
 
+def failing(results: Results, expected: Iterable[str] = ()) -> list[str]:
+    """The tests that failed, but for those of `expected` (node ids, or files and classes)."""
+    expected = list(expected)
+    return [test for test, result in results.items() if result.failed and not any(within(test, e) for e in expected)]
+
+
 def unmended(after: Results, must_mend: Iterable[str]) -> dict[str, str]:
     """What of `must_mend` does not pass, with the reason."""
     found = {}

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import compare_upstream
 import pytest
 import shadow_hub
 from _series.errors import Refusal
@@ -141,6 +143,31 @@ def test_nothing_to_compare_is_refused():
     """B50: an unpatched run in which nothing passes proves nothing."""
     with pytest.raises(Refusal, match="no test passes"):
         compare("v0", {"a": FAILED}, {"a": FAILED})
+
+
+@pytest.mark.parametrize("outcome, runs", [(PASSED, 1), (SKIPPED, 1), (FAILED, 2), (ERROR, 2)])
+def test_unpatched_results_with_a_failure_are_not_kept(tmp_path, monkeypatch, outcome, runs):
+    """B50: what failed for want of disk or memory would hide regressions for ever. What the series mends may fail."""
+    monkeypatch.setenv("VLLM_PD_CACHE", str(tmp_path))
+    found, ran = {"tests/a.py::t": outcome, "tests/a.py::u": PASSED, "tests/a.py::mended": FAILED}, []
+    monkeypatch.setattr(runner, "run", lambda site, wanted, say: ran.append(site.name) or found)
+    comparison = object.__new__(compare_upstream.ComparisonRun)  # trees are not staged
+    vars(comparison).update(key="key", args=SimpleNamespace(fresh=False), site=lambda name: SimpleNamespace(name=name))
+    wanted = TestList("v0", ("tests/a.py",), mended=("tests/a.py::mended",))
+    assert [comparison.unpatched(wanted) for _ in range(2)] == [found, found]
+    assert ran == [compare_upstream.UNPATCHED] * runs
+
+
+def test_two_comparisons_do_not_run_in_one_folder(tmp_path):
+    """B50: they would replace each other's trees while tests run on them."""
+    with compare_upstream.only_run(tmp_path / "out"):
+        with (pytest.raises(Refusal, match=rf"--out {tmp_path}/out: another comparison"),
+              compare_upstream.only_run(tmp_path / "out")):
+            pass
+        with compare_upstream.only_run(tmp_path / "other"):
+            pass
+    with compare_upstream.only_run(tmp_path / "out"):
+        pass
 
 
 def test_cut_off_junit_is_refused(tmp_path):
