@@ -65,6 +65,9 @@ def export(args: argparse.Namespace) -> None:
     project = Project(args, moved)
     patches = work.commits(repo)
     work.same_base(repo, project.source)
+    if not patches:
+        raise Refusal(f"{repo.path}: no commit after the tag `{work.UPSTREAM_TAG}`, so that an export would remove all "
+                      "patches. If a rebase was given up, begin it anew; `drop` removes a patch.")
     written(project, project.good(patches))
     if moved and moved != pin.read(project.root):
         source.store(project.root / pin.FILE, moved.text().encode())
@@ -115,7 +118,7 @@ def rebase_(args: argparse.Namespace) -> int:
     patches = project.patches()
     target = source.release(args.version, project.cache, args.sha256, args.commit)
     print(f"{target.pin.stem}: sha256 {target.pin.sha256}"
-          f"{'' if args.sha256 else ' (as the index has it, see --sha256)'}")
+          f"{'' if args.sha256 else f' (from {target.origin}, see --sha256)'}")
     if args.try_:
         with tempfile.TemporaryDirectory(prefix="vllm-pd-rebase-") as temporary:
             repo = rebase.begin(patches, project.source, target, Path(temporary, "tree"))
@@ -128,14 +131,17 @@ def rebase_(args: argparse.Namespace) -> int:
         stuck = rebase.go_on(repo)
     else:
         repo = rebase.begin(patches, project.source, target, args.dir)
-        stuck = rebase.pick(repo, project.pin.version)
+        stuck = rebase.pick(repo)
     if stuck:
         print(f"conflict in {rebase.current(repo)!r}:" + "".join(f"\n  - {line}" for line in stuck), file=sys.stderr)
         print(f"Next: mend the files in {repo.path}, then `git -C {repo.path} add` them (or give the patch up with\n"
               f"`git -C {repo.path} cherry-pick --skip`), then run this command again.", file=sys.stderr)
         return 1
-    print(f"{repo.path}: all patches are on {target.pin.stem}.\n"
-          f"Next: {sys.argv[0]} export {args.dir}   (writes patches/ and the pin, if the series holds)")
+    left = rebase.left_out(repo)
+    print(f"{repo.path}: {'these patches are not' if left else 'all patches are'} on {target.pin.stem}"
+          f"{', which contains them, or they were given up:' if left else '.'}"
+          + "".join(f"\n  - {subject}" for subject in left))
+    print(f"Next: {sys.argv[0]} export {args.dir}   (writes patches/ and the pin, if the series holds)")
     return 0
 
 
@@ -171,7 +177,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     command = add(rebase_, "rebase", "move the series to another release, in a work tree; the same command resumes")
     command.add_argument("version", metavar="NEW_VERSION")
     command.add_argument("--dir", type=Path, metavar="DIR", help="the work tree: new, or that of a rebase to resume")
-    command.add_argument("--sha256", help="of the new sdist; without it the index is trusted and the sum is shown")
+    command.add_argument("--sha256", help="of the new sdist; without it its origin is trusted, and shown with the sum")
     command.add_argument("--commit", default="unknown", help="of the new release's tag, for upstream.py --from")
     command.add_argument("--try", dest="try_", action="store_true", help="only report what would become of each patch")
     args = parser.parse_args(argv)

@@ -41,17 +41,32 @@ def begin(patches: List[Patch], old: Source, new: Source, folder: Path) -> Repo:
     return repo
 
 
-def pick(repo: Repo, old_version: str) -> List[str]:
+def pick(repo: Repo) -> List[str]:
     """Pick the patches of a rebase that has just begun; what stands in the way, file by file, nothing if all are in."""
-    return _through(repo, repo.attempt("cherry-pick", f"upstream-{old_version}..series-{old_version}"))
+    return _through(repo, repo.attempt("cherry-pick", _old_series(repo)))
 
 
 def go_on(repo: Repo) -> List[str]:
-    """Pick the rest, if what stood in the way has been mended; as `pick`."""
+    """Pick the rest, if what stood in the way has been mended, or all of them if none has been picked; as `pick`."""
     stuck = _stuck(repo)
-    if stuck or not (repo.path / ".git" / "sequencer").is_dir() and not _picking(repo):
+    if stuck:
         return stuck
-    return _through(repo, repo.attempt("cherry-pick", "--continue"))
+    if (repo.path / ".git" / "sequencer").is_dir() or _picking(repo):
+        return _through(repo, repo.attempt("cherry-pick", "--continue"))
+    return pick(repo) if repo.head() == work.base(repo) else []
+
+
+def left_out(repo: Repo) -> List[str]:
+    """Subjects of the old series that no commit on the new upstream has, in order."""
+    there = repo.run("log", "--format=%s", f"{work.UPSTREAM_TAG}..HEAD").splitlines()
+    old = repo.run("log", "--reverse", "--format=%s", _old_series(repo)).splitlines()
+    return [subject for subject in old if subject not in there]
+
+
+def _old_series(repo: Repo) -> str:
+    """The patches on the old upstream, as a range of commits."""
+    tag = repo.run("tag", "--list", "series-*").strip()
+    return f"upstream-{tag[len('series-'):]}..{tag}"
 
 
 def _through(repo: Repo, done: "subprocess.CompletedProcess[bytes]") -> List[str]:

@@ -111,10 +111,10 @@ def release(version: str, cache: Path, sha256: Optional[str], commit: str) -> So
     that the index states."""
     path = cache / f"{PROJECT}-{version}.tar.gz"
     if path.exists():
-        data, expected = path.read_bytes(), sha256
+        data, expected, origin = path.read_bytes(), sha256, str(path)
     else:
         got = download(version)
-        data, expected = got.data, sha256 or got.index_sha256
+        data, expected, origin = got.data, sha256 or got.index_sha256, "the package index"
     found = hashlib.sha256(data).hexdigest()
     if expected not in (None, found):
         raise Refusal(f"{path.name}: expected sha256 {expected}, found {found}")
@@ -122,7 +122,7 @@ def release(version: str, cache: Path, sha256: Optional[str], commit: str) -> So
         store(path, data)
     digest = tree_digest(members(data, f"{PROJECT}-{version}"))
     pin = Pin(version, commit, found, digest)
-    return Source(pin, data, pin.stem, str(path))
+    return Source(pin, data, pin.stem, origin)
 
 
 def verify_sdist(pin: Pin, data: bytes, origin: str) -> None:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series on another release: what applies, what conflicts, and how one goes on."""
+from types import SimpleNamespace
+
 import pytest
+from _series import rebase
 from _series import source as sources
 from _series.git import Repo
 
-from .conftest import ADOPT, FILES, MEND, MEND_FILE, OPEN, OPEN_FILE, sdist
+from .conftest import ADOPT, FILES, MEND, MEND_FILE, OPEN, OPEN_FILE, sdist, series
 
 
 @pytest.fixture
@@ -65,7 +68,7 @@ def test_rebase_and_export(toy, release):
     """Without a conflict: the tree, then the patches and the pin are those of the new release."""
     release(engine=("class Part0:", "import os\n\n\nclass Part0:"))
     status, said = toy.run("rebase", "2.0", "--dir", toy.tree, "--commit", "ab" * 20)
-    assert status == 0 and "export" in said
+    assert status == 0 and "all patches are on vllm-2.0." in said and "export" in said
     assert toy.pin.version == "1.0"
     assert toy.run("export", toy.tree)[0] == 0
     assert (toy.pin.version, toy.pin.commit) == ("2.0", "ab" * 20)
@@ -102,10 +105,36 @@ def test_conflict_stops_and_goes_on(toy, release):
     assert (toy.folder / OPEN_FILE).read_text().split("\n---\n")[0] == prose
 
 
+@pytest.mark.parametrize("end", ["--abort", "--quit", None])
+def test_b52_a_rebase_that_has_picked_nothing_picks_from_the_start(toy, release, end):
+    """After git's own abort, or a kill before the first patch: an export then removed all patches."""
+    release(engine=("total = 2", "total = 22"))
+    if end is None:
+        project = series.Project(SimpleNamespace(root=toy.root, cache=toy.cache, sdist=None))
+        target = sources.release("2.0", toy.cache, None, "unknown")
+        rebase.begin(project.patches(), project.source, target, toy.tree)
+    else:
+        toy.run("rebase", "2.0", "--dir", toy.tree)
+        Repo(toy.tree).run("cherry-pick", end)
+        Repo(toy.tree).run("reset", "--hard")
+    assert "no commit after the tag `upstream`" in toy.refused("export", toy.tree)
+    status, said = toy.run("rebase", "2.0", "--dir", toy.tree)
+    assert status == 1 and f"conflict in '{OPEN}'" in said
+
+
+def test_the_origin_of_a_sum_is_named(toy, release):
+    """Not the index, where the sdist was in the cache."""
+    release()
+    assert f"(from {toy.cache}/vllm-2.0.tar.gz, see --sha256)" in toy.run("rebase", "2.0", "--try")[1]
+
+
 def test_contained_is_left_out(toy, release):
-    """A patch that upstream contains now is dropped on the way."""
+    """A patch that upstream contains now is dropped on the way, and named."""
     release(cpu=("'cpu'", '"cpu"'))
-    assert toy.run("rebase", "2.0", "--dir", toy.tree)[0] == 0
+    status, said = toy.run("rebase", "2.0", "--dir", toy.tree)
+    assert status == 0
+    assert f"these patches are not on vllm-2.0, which contains them, or they were given up:\n  - {MEND}\n" in said
+    assert toy.run("rebase", "2.0", "--dir", toy.tree)[1] == said, "asking again is harmless"
     assert toy.run("export", toy.tree)[0] == 0
     assert MEND_FILE not in (toy.folder / "series").read_text()
 
