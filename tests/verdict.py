@@ -7,10 +7,11 @@ defects even if they are rare. A test says so by one of the exceptions below, by
 
 tests/conftest.py imports the hooks. With VLLM_PD_FAILURES set to a file they append one JSON object for each failure:
 ``test`` (node id), ``phase`` (setup, call, teardown), ``kind`` (what it is, null if it may be noise), ``output``. The
-last line says that pytest came to its end: ``code`` (its exit status) and ``passed`` (how many tests did).
+last line says that pytest came to its end: ``code`` (its exit status), ``passed`` and ``skipped`` (how many tests; a
+module that is skipped as a whole counts as one).
 
-With pytest-xdist the workers append the failures. The process that started the workers counts what has passed, writes
-the last line, and records a worker that died as a crash of the test that it ran.
+With pytest-xdist the workers append the failures. The process that started the workers counts the tests, writes the
+last line, and records a worker that died as a crash of the test that it ran.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ import pytest
 FILE = "VLLM_PD_FAILURES"
 PR_SET_PDEATHSIG = 1
 _COMPARED = pytest.StashKey[bool]()
-_PASSED = pytest.StashKey[int]()
+_PASSED, _SKIPPED = pytest.StashKey[int](), pytest.StashKey[int]()
 _CRASHES: list[type[Exception]] = []
 
 
@@ -82,7 +83,7 @@ def holds_answer(value: object) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_COMPARED], config.stash[_PASSED] = False, 0
+    config.stash[_COMPARED], config.stash[_PASSED], config.stash[_SKIPPED] = False, 0, 0
     config.pluginmanager.register(Totals(config))
     if os.environ.get(FILE) and not hasattr(config, "workerinput"):  # when scripts/test.sh is killed, end as by Ctrl-C
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
@@ -110,7 +111,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 
 class Totals:
-    """A plugin that counts the tests that have passed, wherever they have run. One for each pytest."""
+    """A plugin that counts the tests that have passed or were skipped, wherever they have run. One for each pytest."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -118,6 +119,10 @@ class Totals:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.passed and report.when == "call":
             self._config.stash[_PASSED] += 1
+        self._config.stash[_SKIPPED] += report.skipped and not hasattr(report, "wasxfail")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._config.stash[_SKIPPED] += report.skipped
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -129,7 +134,8 @@ def pytest_handlecrashitem(crashitem: str) -> None:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if os.environ.get(FILE) and not hasattr(session.config, "workerinput"):
-        _write({"code": int(exitstatus), "passed": session.config.stash[_PASSED]})
+        stash = session.config.stash
+        _write({"code": int(exitstatus), "passed": stash[_PASSED], "skipped": stash[_SKIPPED]})
 
 
 def count_as_crash(error: type[Exception]) -> None:

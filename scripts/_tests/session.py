@@ -6,7 +6,8 @@ lane that has no folder left takes one from the end of another lane.
 
 A test that failed runs again at the end, alone in a pytest of its own. If it passes then, it is *flaky*: listed, with
 both outputs kept, but the run stays green. A wrong answer, a leak or a crash (tests/verdict.py says which failures
-these are) is red at once, and so is a pytest that broke off. More failures than MOST_AGAIN are no noise either.
+these are) is red at once, and so is a pytest that broke off or did not end in LIMIT_S. More failures than MOST_AGAIN
+are no noise either. A run in which no test has passed is red.
 """
 
 import shutil
@@ -19,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _tests.pytest_run import NONE_COLLECTED, PASSED, PYTEST, STOP_S, Failure, Outcome, PytestRun
+from _tests.pytest_run import LIMIT_S, NONE_COLLECTED, PASSED, PYTEST, STOP_S, Failure, Outcome, PytestRun
 
 MOST_AGAIN = 12
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,6 +41,7 @@ class FolderRow:
     folder: str
     lane: str
     result: str
+    skipped: int
     began_s: float
     took_s: float
 
@@ -64,6 +66,7 @@ class Session:
         self._running: list[PytestRun] = []
         self._again: list[Failure] = []
         self._errors: list[BaseException] = []
+        self._passed = 0
 
     def run(self, lanes: Mapping[str, Sequence[str]]) -> int:
         """Run the folders (or tests) of each lane. The exit status: 1 if anything is red, 128 + the number of the
@@ -82,6 +85,8 @@ class Session:
                 if self._errors:
                     raise self._errors[0]
                 self._second_tries(self._again)
+                if not self._passed and not self.red:
+                    self.red.append("no test has passed: see what the arguments choose, and why tests are skipped")
             except BaseException as error:
                 self._stop(threads)
                 self._report()
@@ -119,13 +124,15 @@ class Session:
         result = {PASSED: "passed", NONE_COLLECTED: "no tests"}.get(outcome.code, f"FAILED ({outcome.code})")
         took_s = time.monotonic() - began
         with self._lock:
-            self.rows.append(FolderRow(folder, lane, result, began - self._began, took_s))
+            self.rows.append(FolderRow(folder, lane, result, outcome.skipped, began - self._began, took_s))
+            self._passed += outcome.passed
             if self._stopped:
                 return
             print(f"== {folder} (lane {lane}): {result}, {took_s:.0f} s\n{output.read_text(errors='replace')}",
                   flush=True)
             if outcome.broke_off:
-                self.red.append(f"{folder}: pytest ended with {outcome.code}")
+                late = f" after the limit of {LIMIT_S:.0f} s" if outcome.late else ""
+                self.red.append(f"{folder}: pytest ended with {outcome.code}{late}")
             for failure in outcome.failures.values():
                 self._place(failure.test, "first").write_text(f"{failure.test}\n{failure.output}")
                 if failure.kind:
@@ -145,10 +152,11 @@ class Session:
             print(output.read_text(errors="replace"), flush=True)
             if outcome.code == PASSED and outcome.passed:
                 self.flaky.append(failure.test)
+                self._passed += outcome.passed
             else:
                 self.red.append(f"{failure.test} (twice)")
             self.rows.append(FolderRow("second try", "-", "passed" if outcome.code == PASSED else "FAILED",
-                                       began - self._began, time.monotonic() - began))
+                                       outcome.skipped, began - self._began, time.monotonic() - began))
 
     def _pytest(self, arguments: list[str], output: Path) -> Outcome:
         """Run pytest; its output goes to the file `output`. The first argument is a folder or one of its tests."""
@@ -160,7 +168,7 @@ class Session:
             run = PytestRun(self.root, [*arguments, *self.options], output, command)
             self._running.append(run)
         try:
-            return run.wait()
+            return run.wait(LIMIT_S)
         finally:
             self._running.remove(run)
 
@@ -183,10 +191,12 @@ class Session:
     def _report(self) -> None:
         """Print the table and what was not green."""
         width = max((len(row.folder) for row in self.rows), default=0)
-        print(f"\n{'folder':<{width}}  {'lane':<8}  {'result':<10}  {'begins at':>9}  {'takes':>7}")
+        print(f"\n{'folder':<{width}}  {'lane':<8}  {'result':<10}  {'skipped':>7}  {'begins at':>9}  {'takes':>7}")
         for row in sorted(self.rows, key=lambda row: row.began_s):
-            print(f"{row.folder:<{width}}  {row.lane:<8}  {row.result:<10}  {row.began_s:7.0f} s  {row.took_s:5.0f} s")
-        print(f"{'total':<{width}}  {'':<8}  {'':<10}  {'':>9}  {time.monotonic() - self._began:5.0f} s")
+            print(f"{row.folder:<{width}}  {row.lane:<8}  {row.result:<10}  {row.skipped:>7}  {row.began_s:7.0f} s  "
+                  f"{row.took_s:5.0f} s")
+        skipped = sum(row.skipped for row in self.rows)
+        print(f"{'total':<{width}}  {'':<8}  {'':<10}  {skipped:>7}  {'':>9}  {time.monotonic() - self._began:5.0f} s")
         for name, tests in (("flaky", self.flaky), ("red", self.red)):
             for test in tests:
                 print(f"{name}: {test}")

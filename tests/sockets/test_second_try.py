@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scripts/test.sh does with failures: planted noise is flaky; a planted defect is red, and some kinds at once.
-What it does with two lanes, and when it is interrupted."""
+What it does with two lanes, with a pytest that does not end or leaves processes, and when it is interrupted."""
 
 import signal
 import subprocess
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from _tests import session
+from _tests import pytest_run, session
 
 from tests.waiting import wait_for
 
@@ -92,6 +92,20 @@ def test_side_by_side():
         assert time.monotonic() < until, "the others do not run"
         time.sleep(0.01)
 """
+SKIPPED = """
+import pytest
+@pytest.mark.skip
+def test_marked(): pass
+def test_by_itself(): pytest.skip()
+@pytest.mark.xfail
+def test_expected(): assert False
+"""
+LEAVES_A_PROCESS = """
+import os, pathlib, signal, subprocess
+def test_leaves():
+    pathlib.Path("left").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+    {end}
+"""
 NEVER_ENDS = """
 import pathlib, pytest, time
 @pytest.fixture
@@ -170,6 +184,52 @@ def test_a_second_try_that_skips_has_not_passed(project):
     assert status == 1 and one.red == ["first/test_planted.py::test_noise (twice)"]
 
 
+@pytest.mark.parametrize("text, result, skipped", [(SKIPPED, "passed", 2), ("", "no tests", 0)])
+def test_a_run_in_which_no_test_passed_is_red(project, capfd, text, result, skipped):
+    """All are skipped, or the arguments choose none. The table counts the skipped ones, without those that are expected
+    to fail. One such folder beside others is green."""
+    status, one = project(first=text)
+    assert status == 1 and len(one.red) == 1 and one.red[0].startswith("no test has passed")
+    assert [(row.result, row.skipped) for row in one.rows] == [(result, skipped)]
+    (total,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("total "))
+    assert total.split()[1] == str(skipped)
+    status, one = project(second="def test_good(): pass", lanes={"only": ["first", "second"]})
+    assert status == 0 and not one.red
+
+
+def test_a_skipped_module_counts(project):
+    _, one = project(first="import pytest\npytest.skip(allow_module_level=True)", second="def test_good(): pass")
+    assert {row.folder: row.skipped for row in one.rows} == {"first": 1, "second": 0}
+
+
+@pytest.mark.parametrize("end, status", [("", 0), ("os.kill(os.getpid(), signal.SIGKILL)", 1)], ids=["passes", "dies"])
+def test_nothing_outlives_its_pytest(project, tmp_path, end, status):
+    assert project(first=LEAVES_A_PROCESS.format(end=end))[0] == status
+    left = Path("/proc", (tmp_path / "left").read_text())
+    wait_for(lambda: not left.exists() or ") Z " in (left / "stat").read_text())  # a zombie where nobody reaps it
+
+
+@pytest.mark.parametrize("stop_s", [100.0, 2.0], ids=["interrupted", "killed"])
+def test_a_pytest_that_does_not_end_is_red(project, monkeypatch, tmp_path, stop_s):
+    """It gets time to tear its fixtures down, then it is killed. The other folders run."""
+    def wait(run: pytest_run.PytestRun, limit_s: float) -> pytest_run.Outcome:
+        if run.output.name.startswith("first"):
+            wait_for((tmp_path / "begun").exists)
+            limit_s = 0.1
+        return whole(run, limit_s)
+
+    killed = stop_s < 100
+    text = NEVER_ENDS.replace("    yield", "    yield\n    time.sleep(600)") if killed else NEVER_ENDS
+    whole = pytest_run.PytestRun.wait
+    monkeypatch.setattr(pytest_run.PytestRun, "wait", wait)
+    monkeypatch.setattr(pytest_run, "STOP_S", stop_s)
+    status, one = project(first=text, second="def test_good(): pass")
+    assert status == 1 and not one.flaky
+    assert one.red == [f"first: pytest ended with {-9 if killed else 2} after the limit of 7200 s"]
+    assert (tmp_path / "ended").exists() != killed
+    assert [row.result for row in one.rows if row.folder == "second"] == ["passed"]
+
+
 def test_many_failures_are_no_noise(project, monkeypatch):
     monkeypatch.setattr(session, "MOST_AGAIN", 1)
     status, one = project(first=PLANTED)
@@ -223,7 +283,7 @@ def test_an_interrupted_run_ends_all_it_has_started(endless, tmp_path, number):
     endless.send_signal(number)
     printed = endless.communicate(timeout=100)[0]
     assert endless.returncode == 128 + number
-    assert (tmp_path / "ended").exists()
+    assert (tmp_path / "ended").exists(), printed
     assert "== interrupted: " in printed and "KeyboardInterrupt" in printed and "total " in printed
 
 
