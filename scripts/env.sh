@@ -13,7 +13,21 @@
 # The first time takes a few minutes, afterwards about a second. Interrupted, it can simply be sourced again. On failure it says
 # why and returns non-zero; your shell lives. Removing the cache folder undoes everything but the system packages.
 # VLLM_PD_ENGINE=v1 makes and enters the environment with stock vLLM and our plugin instead of the patched vLLM (v0, the default).
-# VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH.
+# VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH. Without patch and spin some tests are skipped.
+
+_vllm_pd_python() { # refuses what is no Python 3.11; where there is no python3.11, it is a missing package
+    local python=${VLLM_PD_PYTHON:-python3.11} found
+    if command -v "$python" >/dev/null; then
+        found=$("$python" -c 'import sys; print("is Python %d.%d" % sys.version_info[:2])' 2>/dev/null) || found="fails"
+        [ "$found" != "is Python 3.11" ] || return 0
+    else
+        [ -n "${VLLM_PD_PYTHON:-}" ] || return 0
+        found="no such program"
+    fi
+    echo "vllm-pd: ${VLLM_PD_PYTHON:+VLLM_PD_PYTHON=}$python: $found; set VLLM_PD_PYTHON to a Python 3.11" \
+        "${VLLM_PD_PYTHON:+(or unset it for the python3.11 on the PATH)}" >&2
+    return 1
+}
 
 _vllm_pd_missing_packages() { # prints the Debian packages that are missing
     local python=${VLLM_PD_PYTHON:-python3.11}
@@ -25,33 +39,43 @@ _vllm_pd_missing_packages() { # prints the Debian packages that are missing
     fi
     command -v g++ >/dev/null || echo g++
     command -v git >/dev/null || echo git
-    command -v patch >/dev/null || echo patch # a test of the series compares with it
     [ -e /etc/ssl/certs/ca-certificates.crt ] || [ -n "${SSL_CERT_FILE:-}" ] || echo ca-certificates
     [ -e /usr/include/numa.h ] || echo libnuma-dev
-    # A proof runs in it. Who is not root does without, as the tests say; CI does not.
-    [ "$(id -u)" != 0 ] || command -v spin >/dev/null || echo spin
 }
 
+_vllm_pd_test_packages() { # prints those without which single tests are skipped (in CI: fail)
+    command -v patch >/dev/null || echo patch
+    command -v spin >/dev/null || echo spin
+}
+
+_vllm_pd_install() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+    echo "vllm-pd: installing system packages: $* ..." >&2
+    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends "$@"; } >/dev/null
+}
+
+# shellcheck disable=SC2086  # one word for each package
 _vllm_pd_system() {
-    local missing
-    missing=$(_vllm_pd_missing_packages | tr '\n' ' ')
-    [ -n "${missing// /}" ] || return 0
-    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-        echo "vllm-pd: missing system packages; as root: apt-get install -y $missing" >&2
+    local packages tried=${VLLM_PD_CACHE:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/vllm-pd}/test-packages-tried
+    packages=$(_vllm_pd_missing_packages | tr '\n' ' ')
+    if [ -n "$packages" ] && ! _vllm_pd_install $packages; then
+        echo "vllm-pd: missing system packages; as root: apt-get install -y $packages" >&2
         return 1
     fi
-    echo "vllm-pd: installing system packages: $missing..." >&2
-    # shellcheck disable=SC2086  # one word for each package
-    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends $missing; } >/dev/null || {
-        echo "vllm-pd: apt-get failed" >&2
-        return 1
-    }
+    packages=$(_vllm_pd_test_packages | tr '\n' ' ')
+    # A failure is not repeated for a day.
+    [ -n "$packages" ] && [ -z "$(find "$tried" -mtime -1 2>/dev/null)" ] || return 0
+    if ! _vllm_pd_install $packages; then
+        echo "vllm-pd: some tests are skipped without these; as root: apt-get install -y $packages" >&2
+        { mkdir -p "${tried%/*}" && touch "$tried"; } 2>/dev/null
+    fi
+    return 0
 }
 
 _vllm_pd_enter() {
     local here commands
     here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) || return 1
-    _vllm_pd_system || return 1
+    _vllm_pd_python && _vllm_pd_system || return 1
     commands=$("${VLLM_PD_PYTHON:-python3.11}" "$here/environment.py") || return 1
     eval "$commands"
 }
@@ -60,10 +84,11 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     echo "env.sh: source it (\`. scripts/env.sh\`); run as a program it cannot change your shell" >&2
     exit 2
 fi
+# shellcheck disable=SC2046  # one word for each function
 if _vllm_pd_enter; then
-    unset -f _vllm_pd_missing_packages _vllm_pd_system _vllm_pd_enter
+    unset -f $(compgen -A function _vllm_pd_)
 else
-    unset -f _vllm_pd_missing_packages _vllm_pd_system _vllm_pd_enter
+    unset -f $(compgen -A function _vllm_pd_)
     echo "vllm-pd: no environment (the reason is above)" >&2
     return 1
 fi
