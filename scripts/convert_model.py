@@ -45,6 +45,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dest", type=Path, metavar="DEST", help="folder to make")
     args = parser.parse_args()
+    if args.dest.exists() and (not args.dest.is_dir() or any(args.dest.iterdir())):
+        parser.error(f"DEST {args.dest}: name a folder that does not exist or is empty")
     partial = args.dest.with_name(args.dest.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

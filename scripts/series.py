@@ -150,7 +150,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     common.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
                         help="the project, with UPSTREAM_VERSION and patches/ in it (default: this one)")
     common.add_argument("--cache", type=Path, metavar="DIR", default=source.default_cache(),
-                        help="where sdists are kept (default: $VLLM_PD_CACHE or ~/.cache/vllm-pd)")
+                        help="where sdists are kept (default: $VLLM_PD_CACHE, or vllm-pd in the user's caches)")
     common.add_argument("--sdist", type=Path, metavar="FILE", help="the pinned sdist, if the index cannot be reached")
     parser = argparse.ArgumentParser(description=__doc__, parents=[common],
                                      formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -66,6 +66,8 @@ def main() -> int:
     kind.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts instead")
     kind.add_argument("--latent", action="store_true", help="a model with multi-head latent attention instead")
     args = parser.parse_args()
+    if args.dest.exists() and (not args.dest.is_dir() or any(args.dest.iterdir())):
+        parser.error(f"DEST {args.dest}: name a folder that does not exist or is empty")
     partial = args.dest.with_name(args.dest.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -44,7 +44,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     given.add_argument("--from", dest="checkout", type=Path, metavar="GIT_CHECKOUT")
     given.add_argument("--sdist", type=Path, metavar="FILE")
     parser.add_argument("--cache", type=Path, metavar="DIR", default=source.default_cache(),
-                        help="where the sdist is kept (default: $VLLM_PD_CACHE or ~/.cache/vllm-pd)")
+                        help="where the sdist is kept (default: $VLLM_PD_CACHE, or vllm-pd in the user's caches)")
     parser.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
                         help="the project, with UPSTREAM_VERSION in it (default: this one)")
     args = parser.parse_args(argv)

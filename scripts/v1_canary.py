@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("releases", nargs="+", metavar="VERSION_OR_FOLDER")
     parser.add_argument("--cache", type=Path, default=source.default_cache(),
-                        help="where sdists are kept (default: $VLLM_PD_CACHE or ~/.cache/vllm-pd)")
+                        help="where sdists are kept (default: $VLLM_PD_CACHE, or vllm-pd in the user's caches)")
     args = parser.parse_args()
     worst = 0
     for release in args.releases:

@@ -29,14 +29,15 @@ from _series.errors import Refusal  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="%(prog)s [-h] [--extension] [--cache DIR] VERSION [-- OPTION ...]",
+                                     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog='OPTION: of pytest; -m "not e2e" and tests/v1 where it names no others')
     parser.add_argument("release", metavar="VERSION")
     parser.add_argument("--extension", action="store_true", help="copy the installed package's compiled parts")
-    parser.add_argument("--cache", type=Path, default=source.default_cache(),
-                        help="where sdists are kept (default: $VLLM_PD_CACHE or ~/.cache/vllm-pd)")
-    parser.add_argument("pytest", nargs="*", metavar="OPTION",
-                        help='of pytest, after --; -m "not e2e" and tests/v1 where it names no others')
-    args = parser.parse_args()
+    parser.add_argument("--cache", type=Path, metavar="DIR", default=source.default_cache(),
+                        help="where sdists are kept (default: $VLLM_PD_CACHE, or vllm-pd in the user's caches)")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # argparse mixes what is on both sides of it
+    args, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1:]
     with tempfile.TemporaryDirectory(prefix="vllm-pd-source-") as folder:
         try:
             install(args.release, args.cache, Path(folder))
@@ -45,7 +46,6 @@ def main() -> int:
             return 2
         if args.extension:
             copy_extension(Path(folder) / "vllm")
-        options = args.pytest
         if "-m" not in options:
             options = ["-m", "not e2e", *options]
         if not any(option.startswith("tests") for option in options):

@@ -36,7 +36,9 @@ class SourceFile(NamedTuple):
 
 
 def default_cache() -> Path:
-    return Path(os.environ.get("VLLM_PD_CACHE") or "~/.cache/vllm-pd").expanduser()
+    """$VLLM_PD_CACHE, else vllm-pd in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    return Path(os.environ.get("VLLM_PD_CACHE") or os.path.join(base, "vllm-pd")).expanduser()
 
 
 def members(archive: bytes, stem: str) -> Iterator[SourceFile]:

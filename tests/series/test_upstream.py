@@ -9,6 +9,7 @@ from _series import pin as pins
 from _series import source as sources
 from _series.errors import Refusal
 from _series.git import Repo
+from _wheel import cache as wheel_cache
 
 from .conftest import FILES, Project, sdist
 
@@ -20,6 +21,18 @@ def refuses(project: Project, dest, *args) -> str:
     assert not dest.exists() or not list(dest.iterdir())
     assert not [path for path in dest.parent.iterdir() if path.name.startswith(dest.name + ".")], "half written"
     return said
+
+
+@pytest.mark.parametrize("variables, found", [
+    ({"VLLM_PD_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"), ({"XDG_CACHE_HOME": "/b"}, "/b/vllm-pd"),
+    ({"HOME": "/c"}, "/c/.cache/vllm-pd"), ({"HOME": "/c", "VLLM_PD_CACHE": ""}, "/c/.cache/vllm-pd"),
+])  # fmt: skip
+def test_the_cache_is_that_of_the_wheels(monkeypatch, variables, found):
+    for name in ("VLLM_PD_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(sources.default_cache()) == str(wheel_cache.root()) == found
 
 
 def test_unpacks_the_pinned_source(toy, tmp_path):

@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 
+import convert_model
 import pytest
+import tiny_model
 from _wheel import project
 
 FUNCTIONS = "eval \"$(sed -n '/^_vllm_pd_[a-z_]*() {/,/^}/p' scripts/env.sh)\"; "
@@ -121,3 +123,23 @@ def test_env_installs_all_that_is_missing_on_debian(machine):
 
 def test_env_refuses_without_a_package_that_it_needs(machine):
     assert machine("git") == (1, ["vllm-pd: missing system packages; as root: apt-get install -y g++ "], [])
+
+
+@pytest.mark.parametrize("script, work", [(convert_model, "convert"), (tiny_model, "make")])
+def test_no_model_is_made_where_something_is(tmp_path, monkeypatch, capsys, script, work):
+    """The scripts say so before they work, and not after it."""
+    made = []
+    monkeypatch.setattr(script, work, lambda *args: made.append(args))
+    monkeypatch.setattr(convert_model, "gguf_file", lambda: None)
+
+    def run() -> int:
+        options = ["--tokenizer", "model"] if script is tiny_model else []
+        monkeypatch.setattr(sys, "argv", ["script", str(tmp_path / "model"), *options])
+        return script.main()
+
+    assert run() == 0 and run() == 0  # an empty folder is none
+    (tmp_path / "model" / "config.json").touch()
+    with pytest.raises(SystemExit):
+        run()
+    assert len(made) == 2
+    assert f"DEST {tmp_path}/model: name a folder that does not exist or is empty" in capsys.readouterr().err
