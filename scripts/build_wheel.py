@@ -6,8 +6,8 @@
     python scripts/build_wheel.py --target cuda --out dist    the official wheel with the patched files put in
     python scripts/build_wheel.py --target plugin --out dist  vllm-pd, pure Python, for vLLM's V1 engine
 
-Compiled and downloaded parts are kept in the cache folder ($VLLM_PD_CACHE, or vllm-pd in the user's caches). Python 3.11 or
-newer.
+Compiled and downloaded parts are kept in the cache folder ($VLLM_PD_CACHE, or vllm-pd in the user's caches). Python
+3.11 or newer.
 """
 
 import argparse

@@ -10,19 +10,33 @@
 # listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
 # With a path below tests/ among the arguments, that is what runs, once, heavy or not. Does all the set-up itself (scripts/env.sh):
 # tests/v1 gets the environment of engine V1 (VLLM_PD_ENGINE=v1), everything else that of V0. Only another path, given alone, runs
-# where VLLM_PD_ENGINE says.
+# where VLLM_PD_ENGINE says. tests/v1 and another path can't be given together.
 
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+v1='' others='' before=''
 for argument in "$@"; do
-    case $argument in
-        tests/v1 | tests/v1/* | */tests/v1 | */tests/v1/*) export VLLM_PD_ENGINE=v1 ;;&
-        tests | tests/* | ./tests* | /*)
-            . scripts/env.sh || exit 1
-            exec python -m pytest "$@"
-            ;;
+    path=${argument#./}
+    case $before:${path#"$PWD"/} in
+        --ignore:* | --ignore-glob:* | --deselect:* | --rootdir:* | --confcutdir:*) ;; # the value of an option
+        *:tests/v1 | *:tests/v1/*) v1=$argument ;;
+        *:tests | *:tests/) v1=tests/v1 others=$argument ;;
+        *:tests/*) others=$argument ;;
+        -*:/*) ;; # the value of an option, as that of --junitxml
+        *:/*/tests/v1 | *:/*/tests/v1/*) v1=$argument ;;
+        *:/*) others=$argument ;;
     esac
+    before=$argument
 done
+if [ -n "$v1" ] && [ -n "$others" ]; then
+    echo "test.sh: $v1 and $others have different environments (engine V1 and V0): name one, or none for all tests" >&2
+    exit 2
+fi
+if [ -n "$v1$others" ]; then
+    [ -z "$v1" ] || export VLLM_PD_ENGINE=v1
+    . scripts/env.sh || exit 1
+    exec python -m pytest "$@"
+fi
 unset VLLM_PD_ENGINE
 . scripts/env.sh || exit 1
 exec python scripts/run_tests.py "$@"

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What scripts/test.sh does with failures: planted noise is flaky; a planted defect is red, and some kinds at once.
-What it does with two lanes, with a pytest that does not end or leaves processes, and when it is interrupted."""
+What it does with two lanes, with a pytest that does not end or leaves processes, when it is interrupted, and which
+arguments are paths for it."""
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -299,3 +302,49 @@ def test_a_folder_may_have_a_command_of_its_own(project):
     status, one = project(first="import os\ndef test_starts(): assert os.environ['STARTS'] == '2'",
                           commands={"first": ["sh", "-c", count, "own"]})
     assert status == 0 and len(one.flaky) == 1
+
+
+@pytest.fixture
+def test_sh(tmp_path):
+    """Run a copy of scripts/test.sh: its exit status, and the engine and the arguments of the Python that it starts, or
+    what it says."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "test.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "env.sh").write_text('PATH="$PWD:$PATH"')
+    (tmp_path / "python").write_text('#!/bin/sh\necho "${VLLM_PD_ENGINE:-v0} $*"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        env = {name: value for name, value in os.environ.items() if name != "VLLM_PD_ENGINE"}
+        done = subprocess.run(["bash", "scripts/test.sh", *(argument.format(here=tmp_path) for argument in arguments)],
+                              cwd=tmp_path, env=env, capture_output=True, text=True)
+        return done.returncode, (done.stdout + done.stderr).replace(str(tmp_path), "{here}").strip()
+
+    return run
+
+
+@pytest.mark.parametrize("arguments, engine", [
+    (["tests/unit", "-q", "-x"], "v0"), (["-x", "tests/unit/test_a.py::test_b"], "v0"), (["./tests/unit"], "v0"),
+    (["{here}/tests/unit"], "v0"), (["/elsewhere/test_a.py"], "v0"), (["tests/unit", "tests/router"], "v0"),
+    (["tests/v1"], "v1"), (["-x", "{here}/tests/v1/test_a.py"], "v1"), (["./tests/v1", "--junitxml", "/r.xml"], "v1"),
+    (["/elsewhere/tests/v1/test_a.py"], "v1"), (["--deselect", "tests/unit/test_a.py", "tests/v1"], "v1"),
+])  # fmt: skip
+def test_a_path_runs_in_its_environment(test_sh, arguments, engine):
+    assert test_sh(*arguments) == (0, f"{engine} -m pytest {' '.join(arguments)}")
+
+
+@pytest.mark.parametrize("arguments", [
+    [], ["--fast"], ["--junitxml", "/r.xml"], ["--ignore", "tests/v1"], ["--fast", "--basetemp", "/tmp/b", "-k", "x"],
+])  # fmt: skip
+def test_the_value_of_an_option_is_no_path(test_sh, arguments):
+    assert test_sh(*arguments) == (0, " ".join(["v0 scripts/run_tests.py", *arguments]))
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (["tests/unit", "tests/v1/test_a.py"], "tests/v1/test_a.py and tests/unit"),
+    (["tests/v1/test_a.py", "-x", "tests/unit/test_b.py"], "tests/v1/test_a.py and tests/unit/test_b.py"),
+    (["tests"], "tests/v1 and tests"),
+])  # fmt: skip
+def test_paths_of_two_environments_are_refused(test_sh, arguments, named):
+    assert test_sh(*arguments) == (
+        2, f"test.sh: {named} have different environments (engine V1 and V0): name one, or none for all tests")
