@@ -3,7 +3,8 @@
 
 A piece is built under a temporary name beside its place and renamed when it is complete, so what carries the final
 name can be trusted and an interrupted build is simply run again. Virtual environments hold their own path and cannot
-be renamed: they are built in place and get the file ``.complete`` last; without it they count as absent.
+be renamed: they are built in place and get the file ``.complete`` last; without it they count as absent. Pieces that
+nobody has used for long are renamed to ``<key>.gone``, then removed (``prune``).
 """
 
 import contextlib
