@@ -9,7 +9,7 @@ are JSON objects with an `op`. The engine's messages are JSON objects with one k
     {"fallback": [id, reason, peer, time]}  an attempt ended without the KV
     {"gauges": {...}}                       at most every GAUGES_S
     {"counters": {...}}                     every COUNTERS_S
-    {"reply": ...}                          to `stats`
+    {"reply": ...}                          to `stats` and `counters`
 """
 import json
 import os
@@ -113,6 +113,10 @@ class EngineUnderTest:
     def op_stats(self) -> None:
         """Is answered by a `reply` with `stats`."""
         self._send({"reply": self.stats()})
+
+    def op_counters(self) -> None:
+        """Is answered by a `reply` with the counters."""
+        self._send({"reply": counters_of(self.disagg)})
 
     def op_stop(self) -> None:
         """Ends the engine after this step."""

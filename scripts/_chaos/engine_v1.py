@@ -91,6 +91,10 @@ class V1EngineUnderTest:
         """Is answered by a `reply`."""
         self._begin(self._reply())
 
+    def op_counters(self) -> None:
+        """Is answered by a `reply` with the counters: those of all tokens that have come."""
+        self._send({"reply": counters_of(None)})
+
     def op_stop(self) -> None:
         """Ends the engine."""
         self._end()

@@ -58,6 +58,11 @@ class EngineSlot:
     base: dict = field(default_factory=dict)
     began_at: float = 0.0
 
+    @property
+    def life_name(self) -> str:
+        """The name of the present process."""
+        return f"{self.name}.{self.life}"
+
 
 class BrokerSlot:
     """The broker, always at the same address: ours or a nats-server. Both lose their state when killed."""

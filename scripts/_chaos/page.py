@@ -3,11 +3,13 @@
 
 ROWS = (
     ("requests", "{requests}: {requests_by_end}"),
+    ("prompts that were handed over", "{handed_over}"),
     ("kills and stops", "{kills} and {stops}: {blows_by_kind}"),
     ("control messages that went through the proxy", "{messages}"),
     ("**wrong answers**", "**{wrong_answers}**"),
     ("**unfinished requests**", "**{unfinished}**"),
     ("**leaked blocks**", "**{leaked_blocks}**"),
+    ("requests after the last blow", "{afterwards}"),
     ("not at rest afterwards", "{not_at_rest}"),
     ("grown since the calm run", "{grown_since_calm}"),
     ("requests whose D was killed: asked again elsewhere, and right there", "{lost_with_their_d}, "

@@ -2,13 +2,16 @@
 """The record of a run, its figures as one JSON object, and whether they are what was promised."""
 import collections
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from _chaos.blows import Blow, GivenBlow
 from _chaos.load import ChaosRequest
 from _chaos.rest import Rest
 from vllm_pd.bench.report import MS, summary
+
+DONE = "attempts_total:done"  # of a decode engine: the prompts whose KV it got from a prefill engine
+OTHER_RUNS = {"warm_up": "in the warm-up", "calm": "in the calm run", "afterwards": "after the last blow"}
 
 
 @dataclass
@@ -30,13 +33,14 @@ class SeenFallback:
 
 @dataclass
 class RunRecord:
-    """All that was seen in one run."""
+    """All that was seen in one run. `handed_over`: how many prompts were prefilled elsewhere in it."""
     requests: dict[int, ChaosRequest] = field(default_factory=dict)
     struck: list[GivenBlow] = field(default_factory=list)
     fallbacks: list[SeenFallback] = field(default_factory=list)
     samples: list[GaugeSample] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)  # how long each engine took to come up, in seconds
     counters: dict[str, dict[str, float]] = field(default_factory=dict)  # the last of each engine, also of dead ones
+    handed_over: int = 0
     began_at: float = 0.0
     ended_at: float = 0.0
 
@@ -47,8 +51,15 @@ def spread(values: Iterable[float], scale: float = 1.0) -> dict[str, float]:
     return {"count": len(found), **summary(found, "p50 p99 max", scale)}
 
 
-def judge(calm: RunRecord, chaos: RunRecord, rest: Rest, growth: dict) -> dict:
-    """The figures of a run. Times are in seconds, ITL in milliseconds."""
+def handed_over(before: Mapping[str, dict[str, float]], after: Mapping[str, dict[str, float]]) -> int:
+    """How many prompts were handed over between two readings of the counters of each engine's life. A life that was not
+    there before began at 0."""
+    return round(sum(counters.get(DONE, 0) - before.get(life, {}).get(DONE, 0) for life, counters in after.items()))
+
+
+def judge(warm_up: RunRecord, calm: RunRecord, chaos: RunRecord, afterwards: RunRecord, rest: Rest,
+          growth: dict) -> dict:
+    """The figures of a session's runs, in this order. Times are in seconds, ITL in milliseconds."""
     requests = list(chaos.requests.values())
     kills, stops = ({blow for blow in Blow if blow.is_kill is is_kill} for is_kill in (True, False))
     to_end_after_kill = _from_blow_to_end(chaos, kills)
@@ -66,6 +77,7 @@ def judge(calm: RunRecord, chaos: RunRecord, rest: Rest, growth: dict) -> dict:
         "leaked_blocks": rest.leaked_blocks,
         "not_at_rest": rest.left,
         "grown_since_calm": growth,
+        "handed_over": chaos.handed_over,
         "lost_with_their_d": sum(request.tries > 1 for request in requests),
         "lost_with_their_d_answered_right_elsewhere": sum(
             request.tries > 1 and request.answered and request.right for request in requests),
@@ -86,9 +98,9 @@ def judge(calm: RunRecord, chaos: RunRecord, rest: Rest, growth: dict) -> dict:
         "engine_start_s": spread(chaos.starts),
         "counters": _sum(chaos.counters.values()),
         "took_s": round(chaos.ended_at - chaos.began_at, 1),
-        "calm": {"requests": len(calm.requests), "fallbacks": _count(f.reason for f in calm.fallbacks),
-                 "wrong_answers": sum(request.wrong for request in calm.requests.values()),
-                 "unfinished": sum(request.is_open for request in calm.requests.values())},
+        "warm_up": _in_short(warm_up),
+        "calm": _in_short(calm),
+        "afterwards": _in_short(afterwards),
     }
 
 
@@ -97,11 +109,22 @@ def faults(figures: dict) -> list[str]:
     found = [f"{figures[name]} {name.replace('_', ' ')}: {figures.get(detail, '')}"
              for name, detail in (("wrong_answers", "wrong_requests"), ("unfinished", "unfinished_requests"))
              if figures[name]]
-    found += [f"{figures['calm'][name]} {name.replace('_', ' ')} in the calm run" for name in
-              ("wrong_answers", "unfinished") if figures["calm"][name]]
+    found += [f"{figures[run][name]} {name.replace('_', ' ')} {where}" for run, where in OTHER_RUNS.items()
+              for name in ("wrong_answers", "unfinished") if figures[run][name]]
+    found += [f"no prompt was handed over {where}" for where, count in (
+        ("during the blows", figures["handed_over"]),
+        (OTHER_RUNS["afterwards"], figures["afterwards"]["handed_over"])) if not count]
     found += [f"{place} is not at rest (is, should be): {counts}" for place, counts in figures["not_at_rest"].items()]
     found += [f"{place} has grown (is, was): {counts}" for place, counts in figures["grown_since_calm"].items()]
     return found
+
+
+def _in_short(record: RunRecord) -> dict:
+    requests = record.requests.values()
+    return {"requests": len(requests), "handed_over": record.handed_over,
+            "fallbacks": _count(fallback.reason for fallback in record.fallbacks),
+            "wrong_answers": sum(request.wrong for request in requests),
+            "unfinished": sum(request.is_open for request in requests)}
 
 
 def _unaffected(request: ChaosRequest) -> bool:

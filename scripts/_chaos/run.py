@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from _chaos.blows import Blow, Episode, GivenBlow, PlannedBlow, PlannedRequest
 from _chaos.fleet import ChaosFleet, EngineSlot, SlotHealth
 from _chaos.load import ChaosRequest, RequestEnd
-from _chaos.report import GaugeSample, RunRecord, SeenFallback
+from _chaos.report import GaugeSample, RunRecord, SeenFallback, handed_over
 from vllm_pd.core.messages import Role
 
 EPISODE_S = 12.0  # the next episode begins after this time, even if requests are open
@@ -35,6 +35,7 @@ class ChaosRun:
     def carry_out(self, episodes: Sequence[Episode], limit_s: float = math.inf) -> None:
         """Carries out all episodes, or those that begin within `limit_s`. Returns when every request has ended, or its
         time is over, and all engines are up. Requests that were not asked are not in the record then."""
+        before = self._take_counters()
         self.record.began_at = time.monotonic()
         for index, episode in enumerate(episodes):
             if time.monotonic() > self.record.began_at + limit_s:
@@ -47,6 +48,14 @@ class ChaosRun:
         self.record.ended_at = time.monotonic()
         self.record.requests = {number: one for number, one in self.record.requests.items() if one.asked_at}
         self._until(lambda: all(slot.health is SlotHealth.UP for slot in self._fleet.slots.values()), self._request_s)
+        self.record.handed_over = handed_over(before, self._take_counters())
+
+    def _take_counters(self) -> dict[str, dict[str, float]]:
+        """The counters of all engines so far: as they are now, or the last of one that is dead."""
+        for slot in self._fleet.slots.values():
+            if slot.health is SlotHealth.UP:
+                self.record.counters[slot.life_name] = self._fleet.ask(slot, "counters")
+        return dict(self.record.counters)
 
     # Episodes.
 
@@ -122,7 +131,7 @@ class ChaosRun:
         elif kind == "ready":
             self.record.starts.append(time.monotonic() - slot.began_at)
         elif kind == "counters":
-            self.record.counters[f"{slot.name}.{slot.life}"] = value
+            self.record.counters[slot.life_name] = value
 
     def _on_end(self, slot: EngineSlot, name: str, token_ids: list[int], times: list[float]) -> None:
         request = self.record.requests[int(name.split(".")[0])]

@@ -25,6 +25,7 @@ from vllm_pd.installation import World, find_installation
 START_S = 240.0
 EXPECT_S = 600.0
 WARM_UP = 6  # requests to each decode engine, so that every prefill engine has connected to it
+WARM_UP_GAP_S = 1.0  # between two of them: an engine that has just started, or lost its broker, knows no peer yet
 LLM = {"dtype": "float32", "max_model_len": 1024, "block_size": 16, "enable_prefix_caching": True,
        "num_gpu_blocks_override": 640, "max_num_seqs": 32, "skip_tokenizer_init": True, "disable_log_stats": True}
 LLM_V1 = {**LLM, "block_size": 32, "num_gpu_blocks_override": 320, "disable_log_stats": False, "enforce_eager": True,
@@ -129,7 +130,7 @@ def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
             for number in range(count):
                 fleet.add(f"{letter}{number + 1}", role, 0 if role is Role.DECODE else 1)
         await_up(fleet, list(fleet.slots.values()), settings.slow)
-        warm_up(fleet, requests[:warm // 2], say, settings.slow)
+        first = warm_up(fleet, requests[:warm // 2], say, settings.slow)
         calm = ChaosRun(fleet, requests[warm:warm + calm_requests], say, settings.slow)
         bounds = (settings.aborts, 2.0, 2.0)
         calm.carry_out(blows.plan(settings.seed, calm_requests, settings.calm_episodes, *bounds, warm, calm=True))
@@ -141,9 +142,9 @@ def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
                                   settings.pd["lease_s"], settings.pd["ttl_s"], warm + calm_requests),
                        60 * settings.minutes)
         messages = fleet.faults()
-        warm_up(fleet, requests[warm // 2:warm], say, settings.slow)
+        last = warm_up(fleet, requests[warm // 2:warm], say, settings.slow)
         after, growth = come_to_rest_as(fleet, before, settings.slow)
-        figures = report.judge(calm.record, wild.record, after, growth)
+        figures = report.judge(first, calm.record, wild.record, last, after, growth)
         shown = {**dataclasses.asdict(settings), "model": Path(settings.model).name, "pd": settings.pd,
                  "llm": RECIPES[settings.engine].llm}
         figures |= {"messages": messages, "at_rest": after.stats, "at_rest_after_calm": before.stats, "settings": shown}
@@ -205,10 +206,12 @@ def expect(fleet: ChaosFleet, mono: EngineSlot, seed: int, count: int, slow: flo
     return [ChaosRequest(number, *prompts[n], ends[n]["tokens"]) for number, n in enumerate(good[:count])]
 
 
-def warm_up(fleet: ChaosFleet, requests: list[ChaosRequest], say: Callable[[str], None], slow: float) -> None:
-    """Sends requests to each decode engine in turn; afterwards all engines know each other."""
+def warm_up(fleet: ChaosFleet, requests: list[ChaosRequest], say: Callable[[str], None], slow: float) -> RunRecord:
+    """Sends requests to all decode engines, one after the other; afterwards all engines know each other."""
     per_engine = len(requests) // sum(slot.role is not Role.PREFILL for slot in fleet.slots.values())
     run = ChaosRun(fleet, requests, say, slow)
-    asks = [blows.PlannedRequest(request.number, 0.0, index // per_engine / (len(requests) // per_engine), None)
+    asks = [blows.PlannedRequest(request.number, slow * WARM_UP_GAP_S * (index % per_engine),
+                                 index // per_engine / (len(requests) // per_engine), None)
             for index, request in enumerate(requests)]
     run.carry_out([blows.Episode(asks, None)])
+    return run.record

@@ -126,20 +126,38 @@ def request(number: int, **fields) -> ChaosRequest:
     return ChaosRequest(number, [1], 2, [5, 6], **fields)
 
 
-def judged(requests: list[ChaosRequest], left: dict | None = None, growth: dict | None = None) -> list[str]:
-    chaos = RunRecord(requests={r.number: r for r in requests})
-    return report.faults(report.judge(RunRecord(), chaos, Rest(left or {}, {}), growth or {}))
+def recorded(requests: list[ChaosRequest], handed_over: int = 1) -> RunRecord:
+    return RunRecord(requests={r.number: r for r in requests}, handed_over=handed_over)
+
+
+def judged(requests: list[ChaosRequest], left: dict | None = None, growth: dict | None = None, handed_over: int = 1,
+           warm_up: RunRecord | None = None, afterwards: RunRecord | None = None) -> list[str]:
+    return report.faults(report.judge(warm_up or recorded([]), recorded([]), recorded(requests, handed_over),
+                                      afterwards or recorded([]), Rest(left or {}, {}), growth or {}))
 
 
 def test_a_run_fails_for_each_thing_that_may_not_be():
-    """A wrong answer, an open request, a block or a descriptor too many: each alone, named."""
+    """A wrong answer, an open request, a block or a descriptor too many, no hand-over: each alone, named."""
     good = [request(0), request(1, end=RequestEnd.ABORTED, right=False)]
     assert judged(good) == []
     for found, word in ((judged([*good, request(7, right=False)]), "wrong answers: [7]"),
                         (judged([*good, request(8, end=RequestEnd.OPEN, right=False)]), "unfinished: [8]"),
                         (judged(good, left={"D1": {"free_blocks": (9, 10)}}), "D1 is not at rest"),
-                        (judged(good, growth={"P1": {"descriptors": (90, 60)}}), "P1 has grown")):
+                        (judged(good, growth={"P1": {"descriptors": (90, 60)}}), "P1 has grown"),
+                        (judged(good, handed_over=0), "no prompt was handed over during the blows"),
+                        (judged(good, afterwards=recorded(good, 0)), "no prompt was handed over after the last blow"),
+                        (judged(good, afterwards=recorded([request(9, right=False)])),
+                         "1 wrong answers after the last blow"),
+                        (judged(good, warm_up=recorded([request(9, end=RequestEnd.OPEN)])),
+                         "1 unfinished in the warm-up")):
         assert len(found) == 1 and word in found[0]
+
+
+def test_what_was_handed_over_before_a_run_does_not_count_for_it():
+    """An engine that was there before, one that a new one replaces, the new one, and a prefill engine."""
+    before = {"D1.1": {report.DONE: 40.0}, "D2.1": {report.DONE: 30.0}, "P1.1": {"jobs_total:sent": 70.0}}
+    assert report.handed_over(before, before) == 0
+    assert report.handed_over(before, before | {"D2.1": {report.DONE: 33.0}, "D2.2": {report.DONE: 5.0}}) == 8
 
 
 def test_the_engine_must_be_that_of_the_environment():
