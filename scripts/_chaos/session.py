@@ -3,6 +3,7 @@
 rest."""
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,10 @@ LLM_V1 = {**LLM, "block_size": 32, "num_gpu_blocks_override": 320, "disable_log_
           "max_num_batched_tokens": 512}  # our figures reach /metrics with vLLM's
 PD = {"heartbeat_s": 0.4, "ttl_s": 2.0, "claim_retry_s": 0.5, "lease_s": 2.0, "attempt_deadline_s": 15.0,
       "max_local_prefill_tokens": 32}
+
+# The first engine of each role is only stopped in most of a run, so that blows that kill need a second one.
+LEAST = {"requests": 1, "episodes": 1, "calm_episodes": 0, "decode": 2, "prefill": 2}
+SHARES = ("aborts", "lost", "doubled", "delayed")
 
 
 class EngineKind(StrEnum):
@@ -69,7 +74,7 @@ class ChaosSettings:
     episodes: int = option(20, "of one blow each")
     calm_episodes: int = option(8, "without blows")
     decode: int = option(2, "decode engines, at least 2")
-    prefill: int = option(2, "prefill engines")
+    prefill: int = option(2, "prefill engines, at least 2")
     aborts: float = option(0.08, "share of clients that go away")
     lost: float = option(0.02, "share of control messages")
     doubled: float = option(0.02, "share of control messages")
@@ -83,6 +88,15 @@ class ChaosSettings:
     async_output: bool = False
 
     def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(name, getattr(self, name), f"write {least} or more")
+        for name in SHARES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(name, getattr(self, name), "write a share between 0 and 1")
+        for name in ("slow", "minutes"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(name, getattr(self, name), "write a finite number above 0")
         if self.proxy and (self.keys or self.broker is not BrokerKind.OURS):
             raise ConfigError("proxy", True, "it can't read messages with keys or to NATS: give --no-proxy with those")
         if self.async_output and self.engine is not EngineKind.V0:
@@ -91,7 +105,6 @@ class ChaosSettings:
         if found is not needed:
             raise ConfigError("engine", self.engine.value, f"this environment has {found.value}: source scripts/env.sh "
                               f"with VLLM_PD_ENGINE={self.engine.value}")
-
 
     @property
     def pd(self) -> dict[str, float]:

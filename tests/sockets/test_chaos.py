@@ -166,6 +166,16 @@ def test_the_engine_must_be_that_of_the_environment():
         ChaosSettings(engine=EngineKind.V1)
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("prefill", 0), ("prefill", 1), ("decode", 1), ("episodes", 0), ("requests", 0), ("calm_episodes", -1),
+    ("lost", 1.5), ("doubled", -0.1), ("delayed", float("nan")), ("aborts", 2.0), ("slow", 0.0),
+    ("minutes", float("nan"))])
+def test_a_setting_without_a_meaning_is_refused(name, value):
+    """The message names it, and says what to write."""
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} can't be used: write "):
+        ChaosSettings(**{name: value})
+
+
 def test_growth_is_looked_for_in_all_processes_of_an_engine():
     before = process_counts()
     with subprocess.Popen(["sleep", "60"]) as child:
