@@ -134,19 +134,24 @@ class ChaosRun:
             self.record.counters[slot.life_name] = value
 
     def _on_end(self, slot: EngineSlot, name: str, token_ids: list[int], times: list[float]) -> None:
-        request = self.record.requests[int(name.split(".")[0])]
-        if request.name != name or not request.is_open:
+        request = self._find(name)
+        if request is None or request.name != name or not request.is_open:
             return  # its abort came too late
         request.end, request.ended_at = RequestEnd.ANSWERED, times[-1]
         request.right = token_ids == request.expected
         request.token_times = times
 
     def _on_fallback(self, slot: EngineSlot, name: str, reason: str, peer: str, when: float) -> None:
-        number = int(name.split(".")[0])
-        request, cause = self.record.requests[number], self._cause(peer, when)
-        self.record.fallbacks.append(SeenFallback(number, reason, when, cause))
+        request, cause = self._find(name), self._cause(peer, when)
+        if request is None:
+            return
+        self.record.fallbacks.append(SeenFallback(request.number, reason, when, cause))
         request.fallbacks.append(reason)
         self._felt(request, cause)
+
+    def _find(self, name: str) -> ChaosRequest | None:
+        """The request with this id. None: it is of an earlier run, which has it as unfinished."""
+        return self.record.requests.get(int(name.split(".")[0]))
 
     def _cause(self, peer: str, when: float) -> GivenBlow | None:
         """The last blow to that prefill engine, if it can still have been the cause."""

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 from multiprocessing.connection import Connection, Pipe
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,9 +18,11 @@ from _chaos import blows, report
 from _chaos.fleet import BrokerKind, ChaosFleet, ProcessLost
 from _chaos.load import ChaosRequest, RequestEnd, draw_prompts, safe
 from _chaos.looks import process_counts
+from _chaos.page import page
 from _chaos.proxy import FaultProxy, MessageFaults
 from _chaos.report import RunRecord
 from _chaos.rest import Rest
+from _chaos.run import ChaosRun
 from _chaos.session import ChaosSettings, EngineKind
 
 from vllm_pd.core import messages as m
@@ -202,6 +205,24 @@ def test_what_was_handed_over_before_a_run_does_not_count_for_it():
     before = {"D1.1": {report.DONE: 40.0}, "D2.1": {report.DONE: 30.0}, "P1.1": {"jobs_total:sent": 70.0}}
     assert report.handed_over(before, before) == 0
     assert report.handed_over(before, before | {"D2.1": {report.DONE: 33.0}, "D2.2": {report.DONE: 5.0}}) == 8
+
+
+def test_the_page_shows_how_many_prompts_were_handed_over():
+    figures = report.judge(recorded([]), recorded([]), recorded([request(0)], 17), recorded([request(1)], 3),
+                           Rest({}, {}), {})
+    settings = {"pd": {"lease_s": 2.0}, "decode": 2, "prefill": 2, "model": "tiny"}
+    text = page(figures | {"messages": {}, "settings": settings}, "chaos.py", "chaos.png")
+    assert "| prompts that were handed over | 17 |" in text
+    assert "| requests after the last blow | requests 1, handed_over 3, fallbacks none," in text
+
+
+def test_a_request_of_an_earlier_run_that_ends_late_breaks_no_other_run():
+    """It is unfinished in the record of its own run."""
+    run = ChaosRun(SimpleNamespace(), [request(1, end=RequestEnd.OPEN)], print)
+    run._on_message(None, "fallback", ["7.1", "peer", "p", 1.0])
+    run._on_message(None, "end", ["7.1", [5, 6], [1.0]])
+    run._on_message(None, "end", ["1.1", [5, 6], [1.0]])
+    assert run.record.requests.keys() == {1} and run.record.requests[1].right and not run.record.fallbacks
 
 
 def test_the_engine_must_be_that_of_the_environment():
