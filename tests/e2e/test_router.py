@@ -74,13 +74,16 @@ def text(sentences: int, start: int) -> str:
 @pytest.mark.parametrize("options", [{}, {"stream": True}, {"chat": True}, {"chat": True, "stream": True}], ids=str)
 def test_b11_answers_equal_those_of_one_engine(options, fleet):
     """B11, through the router: text, tokens, usage and finish reason, whoever prefills."""
-    mono = fleet.plan.engines[1].url  # asked directly, the prefill engine computes it all
+    decode, mono = (engine.url for engine in fleet.plan.engines)  # asked directly, P computes it all
+    before = scrape(decode)
     for sentences in (1, 12, 30):
         content = text(sentences, 100 * len(str(options)))
         prompt = [{"role": "user", "content": content}] if options.get("chat") else content
         asked = GenerationRequest(prompt, 8, **options)
         ours, theirs = ask(fleet.plan.router.url, MODEL, asked), ask(mono, MODEL, asked)
         same_answer(ours, theirs)
+    counted = scrape(decode).since(before)
+    assert min(counted.value("vllm:pd_decisions_total", decision=where) for where in ("remote", "local")) >= 1
 
 
 @pytest.mark.parametrize("path, body", [

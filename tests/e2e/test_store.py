@@ -137,6 +137,7 @@ def test_b104_a_block_that_is_gone_is_computed(fleet, mono):
     text = prompt(100, "gone")
     right = mono.tokens([text])[0]
     assert d.tokens([text]) == [right]
+    failed = fleet.loads(e).get("failed", 0)
     e.execute("driver.store_get = disagg._stored._worker.store.get; "
               "disagg._stored._worker.store.get = lambda *_: False")
     try:
@@ -144,6 +145,7 @@ def test_b104_a_block_that_is_gone_is_computed(fleet, mono):
     finally:
         e.execute("disagg._stored._worker.store.get = driver.store_get")
     assert found["outputs"][0]["token_ids"] == right and found["cached_tokens"] == 0
+    assert fleet.loads(e)["failed"] == failed + 1
 
 
 def test_b104_a_reset_of_the_prefix_cache_ends_the_use_of_the_store(fleet, mono):

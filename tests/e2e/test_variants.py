@@ -151,4 +151,6 @@ def test_b6_seeded_with_chunks(both, mono):
     """B6: sampling starts on D whatever P did in how many steps."""
     prompts = [prompt(150, 600 + number) for number in range(3)]
     parameters = {"temperature": 1.0, "seed": 42, "max_tokens": 12}
+    before = both.d.counters()
     assert both.d.tokens(prompts, **parameters) == mono.tokens(prompts, **parameters)
+    assert both.d.counters().since(before)["attempts_total:done"] == len(prompts)

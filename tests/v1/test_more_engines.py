@@ -10,7 +10,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
-from tests.v1.test_real_engines import done, prompts
+from tests.v1.test_real_engines import done, prompts, remote
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1500)]
@@ -47,10 +47,6 @@ def many_lengths(count: int) -> list[int]:
                     for _ in range(count - len(edges))]
 
 
-def remote(engine: RealEngine, kind: str = "remote:length") -> float:
-    return engine.figures().get(f"vllm:pd_decisions_total:{kind}", 0)
-
-
 def test_b1_b2_two_hundred_prompts_of_many_lengths(mono, fleet):
     _, d = fleet([1], [1])
     many, before = prompts(100, many_lengths(200)), done(d)
@@ -69,17 +65,21 @@ def test_b44_ranks_equal_and_unequal(mono, fleet, p_ranks, d_ranks):
     wait_for(lambda: done(d) >= before + 5, "few of the seven long prompts were prefilled remotely")
 
 
+def jobs_of(p: RealEngine) -> float:
+    p.generate(prompts(302, (5, )))  # its front end takes figures while it serves
+    return p.figures().get("vllm:pd_jobs_total:", 0)
+
+
 def test_b40_two_prefill_and_two_decode_engines(mono, fleet):
     *ps, one, two = fleet([1, 1], [1, 1])
     many, more = (prompts(seed, [random.Random(seed).randrange(50, 700) for _ in range(24)]) for seed in (300, 301))
     right, before = (mono.generate(many), mono.generate(more)), (done(one), done(two))
+    jobs = [jobs_of(p) for p in ps]
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda pair: pair[0].generate(pair[1]), ((one, many), (two, more))))
     assert tuple(answers) == right
     assert done(one) > before[0] and done(two) > before[1]
-    for p in ps:
-        p.generate(prompts(302, (5, )))  # its front end takes figures while it serves
-        assert p.figures().get("vllm:pd_jobs_total:")
+    assert all(jobs_of(p) > its for p, its in zip(ps, jobs, strict=True))
 
 
 def test_b6_b7_b98_sampling_is_the_decode_engines(mono, fleet):

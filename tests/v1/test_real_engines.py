@@ -42,6 +42,11 @@ def done(engine: RealEngine) -> float:
     return engine.figures().get("vllm:pd_attempts_total:done", 0)
 
 
+def remote(engine: RealEngine, kind: str = "remote:length") -> float:
+    """How many prompts it has decided so about."""
+    return engine.figures().get(f"vllm:pd_decisions_total:{kind}", 0)
+
+
 def check_tokens(mono, pair) -> None:
     """D says what one stock engine says, to one prompt after the other and to many at once."""
     _, d = pair
@@ -61,18 +66,19 @@ def test_b5_b97_a_prefix_that_d_has_is_not_sent_again(mono, pair):
     _, d = pair
     first = prompts(4, (512, ))[0]
     second = first[:256] + prompts(5, (200, ))[0]
-    right = mono.generate([first]) + mono.generate([second])
+    right, before = mono.generate([first]) + mono.generate([second]), done(d)
     assert d.generate([first]) == right[:1]
     d.ask([second])
     (tokens, cached), = d.answer()
     assert [tokens] == right[1:] and cached == 256
+    assert done(d) == before + 2
 
 
 def test_b94_an_engine_that_waits_for_a_peer_rests(mono, pair):
     """Also B22: P stands still past its lease; D goes on, and P's late writes harm nobody."""
     p, d = pair
     one = prompts(6, (1900, ))
-    right = mono.generate(one)
+    right, sent_away = mono.generate(one), remote(d)
     p.signal(signal.SIGSTOP)
     try:
         d.ask(one)
@@ -84,21 +90,27 @@ def test_b94_an_engine_that_waits_for_a_peer_rests(mono, pair):
     finally:
         p.signal(signal.SIGCONT)
     assert [tokens for tokens, _ in d.answer()] == right
+    assert remote(d) == sent_away + 1
     after = prompts(7, (400, 500))
     assert d.generate(after) == mono.generate(after)
+
+
+def failed(engine: RealEngine) -> float:
+    return engine.figures().get("vllm:pd_attempts_total:failed", 0)
 
 
 def check_killed(mono, pair) -> None:
     """P is killed while it has jobs of D: D answers by itself, and its blocks come free."""
     p, d = pair
-    many = prompts(8, (900, 1000, 1100, 800))
-    right = mono.generate(many)
+    many = prompts(8, (1900, 1800, 1700, 1600))
+    right, before = mono.generate(many), failed(d)
     d.ask(many)
     time.sleep(0.1)
     p.kill()
     assert [tokens for tokens, _ in d.answer()] == right
     wait_for(lambda: d.generate(prompts(9, (50, ))) and not d.figures().get("vllm:pd_quarantined_blocks:"),
              "blocks of a dead P are never free")
+    assert failed(d) > before, "it had no job"
 
 
 def test_b21_p_is_killed_and_d_answers_by_itself(mono, pair):

@@ -11,6 +11,7 @@ from tests.v1.test_real_engines import (  # noqa: F401  a fixture
     check_tokens,
     done,
     prompts,
+    remote,
 )
 from tests.waiting import wait_for
 
@@ -36,10 +37,11 @@ def test_b1_with_torch(mono, pair):
 def test_b22_a_stopped_p_keeps_no_block_of_d(mono, pair):
     p, d = pair
     many = prompts(6, (1900, 1000))
-    right = mono.generate(many)
+    right, sent_away = mono.generate(many), remote(d)
     p.signal(signal.SIGSTOP)
     try:
         assert d.generate(many) == right
+        assert remote(d) == sent_away + len(many)
         wait_for(lambda: d.generate(prompts(9, (10, ))) and not d.figures().get(QUARANTINED), "blocks wait for P", 60)
     finally:
         p.signal(signal.SIGCONT)

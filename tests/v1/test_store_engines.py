@@ -2,6 +2,7 @@
 """Real V1 engines that share a store: PDStoreConnector, with the tiny model. What one computed the others load. Also
 engines of two ranks, with PDStoreConnector and with PDConnector.
 """
+import contextlib
 import os
 import shutil
 import signal
@@ -68,6 +69,11 @@ def ask(engine: RealEngine, *prompts: list[int], tokens: int = 8) -> tuple[list[
     return [one for one, _ in answers], [cached for _, cached in answers]
 
 
+def failed_loads(engine: RealEngine) -> float:
+    engine.generate([prompt(30, 5)])  # figures come with steps
+    return engine.figures().get("vllm:pd_store_loads_total:failed", 0)
+
+
 def test_b104_what_one_engine_computed_another_loads(mono, pair):
     """B104: the second engine computes only what follows the last whole block, and answers as one stock engine does."""
     prompts = [prompt(1, 100), prompt(2, 64), prompt(3, 65), prompt(4, 600), prompt(5, 20)]
@@ -103,16 +109,21 @@ def test_b104_a_damaged_block_is_computed_again(mono, pair, folder, settings):
     arena.close()
     shutil.rmtree(settings["kv_connector_extra_config"]["file_folder"])
     Path(settings["kv_connector_extra_config"]["file_folder"]).mkdir()
+    failed = failed_loads(pair[1])
     assert ask(pair[1], asked) == (right, [0])
+    assert failed_loads(pair[1]) == failed + 1
     assert ask(pair[1], asked)[0] == right
 
 
-def test_b104_an_engine_is_killed_while_it_works(mono, pair, settings, logs):
+def test_b104_an_engine_is_killed_while_it_works(mono, pair, folder, settings, logs):
     """B104: SIGKILL of all processes of one engine in the middle of long prompts; the other answers as before, and one
     that starts anew loads what both have put."""
     prompts = [prompt(40 + number, 700) for number in range(4)]
     right = mono.generate(prompts)
-    pair[0].ask(prompts, 8)
+    with contextlib.closing(arena_of(folder)) as arena:
+        before = arena.blocks()
+        pair[0].ask(prompts, 8)
+        wait_for(lambda: arena.blocks() > before, "nothing is put")
     pair[0].kill()
     assert ask(pair[1], *prompts)[0] == right
     again = RealEngine(None, logs / "store2.log", kv_transfer_config=settings).ready()
