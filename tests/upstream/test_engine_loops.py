@@ -34,7 +34,7 @@ def test_b32_no_step_follows_while_all_that_is_left_waits_for_a_peer(node):
 def test_b32_no_step_follows_while_those_that_wait_find_no_room_beside_it(node):
     parked(node, *(f"remote{number}" for number in range(3)))
     node.ask("large", tokens(0, 15 * BLOCK_SIZE))
-    assert node.step() == [] and node.scheduler[0].waiting
+    assert node.step() == node.step() == [] and node.scheduler[0].waiting
     assert not node.disagg.expects_steps() and not node.disagg.has_work()
 
 

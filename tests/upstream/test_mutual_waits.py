@@ -364,6 +364,69 @@ def test_b33_a_step_that_takes_no_prompt_for_a_resumed_group_is_no_stall(monkeyp
     assert node.step() == ["next"]
 
 
+def run_here(node: Node) -> None:
+    """Step until the loop goes to sleep."""
+    for _ in range(100):
+        if not (node.disagg.has_work() or node.input):
+            return
+        node.step()
+    raise AssertionError("it does not sleep")
+
+
+def test_b32_no_loop_sleeps_while_the_next_step_can_run_a_request_that_preempts(monkeypatch):
+    """With priorities V0 preempts after it has looked at the prompts: what the urgent one gets, it uses a step later."""
+    ring = Ring(monkeypatch)
+    node, _ = ring.add_engine(0.9, max_num_seqs=2, policy="priority"), ring.add_engine(0.9)
+    parked(node, "stays")
+    node.ask("low", tokens(0, 2), max_tokens=8, priority=5)
+    assert node.step() == ["low"]
+    node.ask("urgent", tokens(1, 2), priority=0)
+    assert node.step() == [] and not node.scheduler[0].running
+    run_here(node)
+    assert node.sim.groups.keys() == {"stays"}
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_b32_no_loop_sleeps_while_the_next_step_can_run_a_request_that_goes_ahead(monkeypatch, sleeps):
+    """With priorities V0 sorts after it has looked at the prompts. Nobody says when the quarantined blocks come free."""
+    ring = Ring(monkeypatch)
+    node, _ = ring.add_engine(0.9, blocks=20, policy="priority"), ring.add_engine(0.9)
+    parked(node, "gone")
+    node.sim.abort("gone")
+    node.ask("large", tokens(1, 19 * BLOCK_SIZE), priority=9)
+    assert node.step() == [] and len(node.scheduler[0].quarantined) == 1
+    if sleeps:
+        run_here(node)
+    node.ask("urgent", tokens(2, 2), priority=0)
+    run_here(node)
+    assert node.sim.groups.keys() == {"large"}
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_b32_no_loop_sleeps_while_the_next_step_can_run_a_group_that_preempted_itself(monkeypatch, chunk):
+    """V0 keeps no block free in a pool of less than 100: the group takes back what it has just left."""
+    ring = Ring(monkeypatch)
+    node, _ = ring.add_engine(0.9, blocks=12, chunk=chunk), ring.add_engine(0.9)
+    parked(node, "stays")
+    node.ask("grows", tokens(0, 9 * BLOCK_SIZE), max_tokens=5)
+    while "grows" in node.sim.groups and (batch := node.step()):
+        assert batch == ["grows"]
+    assert node.scheduler[0].num_cumulative_preemption == 1 and node.step()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5])
+def test_b32_a_loop_sleeps_with_a_scheduler_delay_too(monkeypatch, delay):
+    """A prompt waits for others only while a group runs."""
+    ring = Ring(monkeypatch)
+    node, _ = ring.add_engine(0.9, blocks=12), ring.add_engine(0.9)
+    node.scheduler[0].scheduler_config.delay_factor = delay
+    parked(node, "stays")
+    node.ask("short", tokens(0, 2), max_tokens=2)
+    node.ask("large", tokens(1, 11 * BLOCK_SIZE))
+    run_here(node)
+    assert node.sim.groups.keys() == {"stays", "large"}
+
+
 def job(number: int, blocks: int) -> Prefill:
     """Of a peer that is not in the ring."""
     return Prefill(Attempt("peer", f"r{number}", number), tokens(number, blocks * BLOCK_SIZE), list(range(blocks)), 0,
@@ -416,7 +479,7 @@ def with_a_write_that_hangs(monkeypatch) -> Node:
     node.events.append(job(2, 17))
     node.disagg.has_work()  # the job is in the queue
     node.ask("short", tokens(0, 2))
-    assert node.step() == []
+    assert node.step() == node.step() == []
     assert not node.disagg.has_work() and not node.failures, "the write may end and make room"
     return node
 

@@ -104,6 +104,25 @@ def test_b32_batches_that_fell_back_are_as_far_apart_as_configured(model_folder,
     end(engine)
 
 
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_b32_a_step_that_preempts_all_that_runs_is_followed_by_one_for_those_that_wait(model_folder, in_flight, policy):
+    """V1 begins none that waits in a step that preempts. The parked request may hold its blocks for long."""
+    engine = Engine(model_folder, in_flight, blocks=24, policy=policy)
+    engine.add("parked", prompt(10 * 16 - 4))
+    engine.run()
+    engine.protocol.peers = 0
+    engine.add("low", prompt(12 * 16 - 4), 60, priority=2)
+    while not engine.outputs["low"]:
+        engine.turn()
+    engine.add("high", prompt(20))
+    engine.run()
+    assert "low" not in engine.ended and engine.scheduler.requests["low"].num_preemptions == 1
+    assert ("high" in engine.ended) == (policy == "priority"), "else it waits behind low, which finds no room"
+    assert engine.binding.asleep
+    engine.prefilled("parked")
+    end(engine)
+
+
 def test_b94_a_job_on_an_engine_that_sleeps_begins_a_wave(engine):
     engine.job(prompt(40))
     engine.run()

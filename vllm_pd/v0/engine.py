@@ -79,6 +79,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self.transfer.start(self._wakeup.wake, partial(guarded, self._metrics, report_end))
         self._steps = 0
         self._turns = DecodeTurns()
+        self._left_waiting: list[SequenceGroup] | None = None  # by the last step, if it ran nothing and nothing runs
         self.in_loop = False  # whether an engine loop sleeps with `poll` or `serve`
         self._had_clients = False  # whether a client had a request at the beginning of this step
         self._sleeping = False  # whether that loop waits for a wake-up
@@ -289,13 +290,16 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self.transfer.synchronize()
 
     def _note_stall(self, outputs: SchedulerOutputs) -> None:
-        """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only an event can change that,
-        and an event wakes the loop, so it need not run step after step until then."""
+        """Groups may wait for seats or blocks that parked, fenced or sending ones hold. Only an event or a request can
+        change that, and each wakes the loop, so it need not run step after step until then. Not after a first empty
+        step: it may have preempted or sorted what the next one can run."""
         scheduler = self._scheduler
         held = scheduler.remote_prefilling or scheduler.quarantined or scheduler.prefill_sending
-        self.stalled = bool(held and not self._turns.held and not outputs.scheduled_seq_groups
-                             and not scheduler.running and not scheduler.swapped
-                             and not scheduler.scheduler_config.delay_factor)
+        is_idle = (held and not self._turns.held and not outputs.scheduled_seq_groups
+                   and not scheduler.running and not scheduler.swapped)
+        waiting = list(scheduler.waiting) if is_idle else None
+        self.stalled = waiting is not None and waiting == self._left_waiting
+        self._left_waiting = waiting
         if self.prefill_jobs is not None and not self._turns.held:
             blocked = not outputs.num_prefill_groups and self._has_parked()
             self._patience.scheduled(time.monotonic(), self.prefill_jobs.waiting if blocked else ())

@@ -178,7 +178,7 @@ class EngineHandover(HandoverEngine):
         return self.prefill_jobs.arrange() if self._has_jobs() else None
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
-        """This step was scheduled. `throttled`: it was not to begin prefills."""
+        """This step was scheduled. `throttled`: it was not to begin prefills, as none does that preempts."""
         scheduler, tokens = self._scheduler, output.total_num_scheduled_tokens
         self.remote_prefills.scheduled()
         if tokens or (self._has_new and self._access.takes_requests):  # the other ranks may have begun a step for it
@@ -186,9 +186,9 @@ class EngineHandover(HandoverEngine):
         self._has_new = False
         if tokens and self._timer is not None:
             self._timer.began(time.monotonic(), self._step, output.num_scheduled_tokens.values())
-        self.stalled = bool(not tokens and not throttled and not scheduler.running and scheduler.ec_connector is None
-                            and (len(self.fence) or self.remote_prefills.parked_ids())
-                            and not scheduler.awaits_grammar())
+        self.stalled = bool(not (tokens or throttled or output.preempted_req_ids or scheduler.running
+                                 or scheduler.ec_connector is not None or scheduler.awaits_grammar())
+                            and (len(self.fence) or self.remote_prefills.parked_ids()))
         if self._has_jobs():
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:

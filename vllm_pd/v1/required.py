@@ -63,6 +63,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "v1/core/sched/output.py": (
         Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
+        Required("SchedulerOutput.preempted_req_ids", "an engine does not sleep after a step that preempts"),
     ),
     "v1/core/sched/async_scheduler.py": (Required("AsyncScheduler", "the other base of our schedulers"), ),
     "v1/core/sched/interface.py": (
@@ -96,8 +97,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("BlockPool.touch", "raises a fence", takes=("blocks", )),
         Required("BlockPool.free_blocks", "takes a fence down", takes=("ordered_blocks", )),
         Required("BlockPool.num_gpu_blocks", "the load that is reported"),
-        Required("BlockPool.get_cached_block", "what a job need not compute", takes=(
-            "block_hash", "kv_cache_group_ids")),
+        Required("BlockPool.get_cached_block", "what a job finds cached", takes=("block_hash", "kv_cache_group_ids")),
         Required("BlockPool.get_num_free_blocks", "the load that is reported", takes=()),
         Required("BlockPool.blocks", "finds a block by its id"),
     ),
