@@ -116,7 +116,8 @@ def binding(device, progress: Progress) -> SimpleNamespace:
     return SimpleNamespace(
         _device=device, transfer=device, _progress=progress, _flush_due=False, in_loop=True, _collect=lambda: None,
         _update_metrics=lambda: None, _note_stall=lambda outputs: None, prefill_jobs=None, _was_busy=False,
-        _turns=DecodeTurns(), _timer=None, _end_step=lambda: None, _scheduler=SimpleNamespace(remote_prefilling={}),
+        _turns=DecodeTurns(), _timer=None, _end_step=lambda: None, _finished_ids=[], _split_requests={},
+        _scheduler=SimpleNamespace(remote_prefilling={}, _finished_requests_ids=[]),
         remote_prefills=SimpleNamespace(scheduled=lambda: None))
 
 

@@ -374,7 +374,7 @@ def run_here(node: Node) -> None:
 
 
 def test_b32_no_loop_sleeps_while_the_next_step_can_run_a_request_that_preempts(monkeypatch):
-    """With priorities V0 preempts after it has looked at the prompts: what the urgent one gets, it uses a step later."""
+    """With priorities V0 preempts after it has looked at the prompts: the urgent one begins a step later."""
     ring = Ring(monkeypatch)
     node, _ = ring.add_engine(0.9, max_num_seqs=2, policy="priority"), ring.add_engine(0.9)
     parked(node, "stays")
@@ -388,7 +388,7 @@ def test_b32_no_loop_sleeps_while_the_next_step_can_run_a_request_that_preempts(
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_b32_no_loop_sleeps_while_the_next_step_can_run_a_request_that_goes_ahead(monkeypatch, sleeps):
-    """With priorities V0 sorts after it has looked at the prompts. Nobody says when the quarantined blocks come free."""
+    """With priorities V0 sorts after it has looked at the prompts. The quarantined blocks may stay."""
     ring = Ring(monkeypatch)
     node, _ = ring.add_engine(0.9, blocks=20, policy="priority"), ring.add_engine(0.9)
     parked(node, "gone")

@@ -66,8 +66,9 @@ class Disaggregation(HandoverEngine, EngineBinding):
         agent.start()
         super().__init__(config, agent, transfer, PDMetrics(engine.model_config.served_model_name))
         self.transfer.hold(self.agent.lifeline_fileno())
+        self._split_requests = engine.seq_id_to_seq_group
         self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
-                                              engine.seq_id_to_seq_group, self.speed)
+                                              self._split_requests, self.speed)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics,
@@ -80,6 +81,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._steps = 0
         self._turns = DecodeTurns()
         self._left_waiting: list[SequenceGroup] | None = None  # by the last step, if it ran nothing and nothing runs
+        self._finished_ids: list[str] = []  # of which the workers have not heard
         self.in_loop = False  # whether an engine loop sleeps with `poll` or `serve`
         self._had_clients = False  # whether a client had a request at the beginning of this step
         self._sleeping = False  # whether that loop waits for a wake-up
@@ -162,6 +164,10 @@ class Disaggregation(HandoverEngine, EngineBinding):
 
     # Calls of the engine and its loops.
 
+    def keep_finished_ids(self, request_ids: list[str]) -> None:
+        """A step that ran nothing was to tell the workers that these requests have ended: the next one is to."""
+        self._finished_ids += request_ids
+
     def get_num_client_requests(self) -> int:
         """Unfinished requests of this engine's own clients: all but the jobs of peers."""
         scheduler = self._scheduler
@@ -198,6 +204,9 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._sleeping = False
         self._end_step()
         self._collect()
+        # Not one that is in use again: the engine would forget to which request that sample belongs.
+        self._scheduler._finished_requests_ids += [one for one in self._finished_ids if one not in self._split_requests]
+        self._finished_ids.clear()
         progress, self._progress = self._progress, Progress()
         if self._device.needs_flush and progress.brings_kv:
             self._flush_due = True  # until a step has taken it

@@ -78,6 +78,10 @@ class EngineBinding(SchedulerBinding):
         """The step was given up before a worker had it: its transfer requests go with the next one."""
 
     @abstractmethod
+    def keep_finished_ids(self, request_ids: list[str]) -> None:
+        """A step that ran nothing was to tell the workers that these requests have ended: the next one is to."""
+
+    @abstractmethod
     def get_num_client_requests(self) -> int:
         """Unfinished requests of this engine's own clients, parked ones included: all but the jobs of peers."""
 
