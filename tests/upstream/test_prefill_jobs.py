@@ -312,6 +312,22 @@ class TestReading:
         assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
         assert set(agent.names()) == {"ended"} and jobs.find(ATTEMPT) is None
 
+    def test_b25_b30_given_back_while_it_reads_it_is_over_at_the_end_of_the_read(self, jobs, agent, engine, reading):
+        """The protocol keeps a job as long as bytes may land: by that an engine that ends keeps its memory."""
+        progress = Progress()
+        engine.abort_request = lambda request_id: jobs.aborted(ATTEMPT)  # as the scheduler calls it, once
+        jobs.give_back(jobs.reading, "no room", progress)
+        assert agent.calls == [] and not jobs.reading and not progress
+        assert jobs.take_requests(progress) == [transfer.CancelTransfer(reading.key)]
+        jobs.set_credits()
+        assert agent.room > 0
+        finished = transfer.Finished(reading.key, True, bytes=64, seconds=0.1)
+        jobs.report_end(finished)
+        assert agent.calls == [("failed", ATTEMPT, "no room")]
+        jobs.ended(finished, progress)
+        assert progress.failed_prefills == progress.finished_transfers == [ATTEMPT] and not progress.read_prefixes
+        assert set(agent.names()) == {"failed"} and jobs.find(ATTEMPT) is None
+
     def test_b5_without_prefix_caching_nothing_is_read(self, agent, engine):
         engine.cache_config.enable_prefix_caching = False
         config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700", "prefix_reads": "always"})

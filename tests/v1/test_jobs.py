@@ -312,14 +312,16 @@ def test_b96_a_reset_in_an_engine_that_is_not_paused_gives_no_job_back(engine, t
 @pytest.mark.parametrize("ok", [True, False])
 @pytest.mark.parametrize("is_reset", [True, False])
 def test_b96_a_job_that_reads_its_beginning_is_given_back_by_a_pause(engine, state, ok, is_reset):
-    """B96: after the read it would wait until the engine goes on, and its D with it."""
+    """B96: after the read it would wait until the engine goes on, and its D with it. D hears when nothing moves."""
     asked = prompt(100)
     attempt = engine.job(asked, 4)
     while not any(isinstance(one, Read) for one in engine.transfer.requests):
         engine.turn()
     engine.scheduler.set_pause_state(state)
-    assert ("failed", attempt) in engine.protocol.calls
+    [read] = (one for one in engine.transfer.requests if isinstance(one, Read))
+    assert CancelTransfer(read.key) in engine.transfer.requests and engine.protocol.calls == []
     engine.fill(asked, ok)
+    assert engine.protocol.calls == [("failed", attempt)]
     if is_reset:
         assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)

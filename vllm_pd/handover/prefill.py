@@ -277,8 +277,8 @@ class PrefillHandover(ABC):
             logger.info("job %s is given back: %s", attempt, reason)
             job = self._jobs[attempt]
             if job.state is JobStage.READING:
+                job.lost_because = reason  # the peer hears it when the read has ended
                 self._abort_request(job)  # which calls `aborted`
-                self._protocol.failed(attempt, reason)
             else:
                 self._drop(job, reason, progress)
 
