@@ -92,7 +92,8 @@ class PDConfig:
         0.5, "The share of a decode engine's KV blocks that waiting and quarantined remote prefills may hold, and of "
         "its `max_num_seqs` that the waiting ones may take; beyond it new prompts are prefilled locally. Also the "
         "share of a prefill engine's KV blocks that it may keep for decode engines to read, and of those that its "
-        "reads of decode engines' prefix caches may fill.", above=0, most=1)
+        "reads of decode engines' prefix caches may fill. A `kv_both` engine counts the blocks that it keeps and those "
+        "of its remote prefills together.", above=0, most=1)
     max_prefill_jobs: int = _key(8, "How many jobs a prefill engine holds at a time.", least=1)
     max_prefill_tokens: int = _key(
         65536, "A prefill engine takes no further job while those that it has not computed yet have this many prompt "

@@ -88,6 +88,27 @@ def test_b102_p_keeps_no_more_than_its_share(holder):
     assert [event for _, event in counted(holder, "hold")] == ["made", "full", "expired", "made", "lost"]
 
 
+def test_b102_b34_both_halves_of_an_engine_share_the_cap(model_folder, in_flight):
+    """Of 64 blocks 32 may be held, parked or in quarantine together, so that a peer that is stopped leaves the rest."""
+    engine = Engine(model_folder, in_flight, role="kv_both", threshold=1, max_parked_fraction=0.5)
+    engine.add("parked", prompt(12 * BLOCK_SIZE))
+    engine.run()
+    assert engine.status("parked") is PARKED
+    add(engine, "too long to keep", prompt(21 * BLOCK_SIZE), ASKS, count=1)
+    assert not engine.protocol.held
+    add(engine, "kept", prompt(15 * BLOCK_SIZE), ASKS, count=1)
+    (hold,) = engine.protocol.held
+    add(engine, "stays", prompt(6 * BLOCK_SIZE), None)
+    assert "stays" in engine.ended, "it is prefilled here"
+    add(engine, "parked too", prompt(5 * BLOCK_SIZE), None)
+    assert engine.status("parked too") is PARKED
+    assert engine.gauge("parked_blocks") == 17 and engine.gauge("held_blocks") == 15
+    for name in ("parked", "parked too"):
+        engine.prefilled(name)
+    engine.tell(HoldEnded(hold, HoldEnd.DONE))
+    finish(engine)
+
+
 def test_b102_what_holds_share_counts_once(holder):
     """The pool has 64 blocks, of which 32 may be held: a common beginning of 20, and 1 more for each of 10 prompts."""
     common = prompt(20 * BLOCK_SIZE)
@@ -179,7 +200,7 @@ def test_b102_p_names_itself_only_with_the_prompt_kept(model_folder, in_flight, 
         monkeypatch.setattr("vllm_pd.v1.binding.can_go_remote", lambda request: False)
     if spoil == "preempted":  # V1 may have taken the blocks of a request that ends while it is preempted
         kept = engine.binding.holds.keep
-        engine.binding.holds.keep = lambda *asked: kept(*asked[:-1], asked[-1][:-1])
+        engine.binding.holds.keep = lambda *asked: kept(*asked[:3], asked[3][:-1], asked[4])
     tokens = prompt(BLOCK_SIZE if spoil == "short" else 5 * BLOCK_SIZE)
     params = {**ASKS, "do_remote_decode": 1} if spoil == "not asked" else ASKS
     if spoil == "aborted":

@@ -105,6 +105,7 @@ class DecodeHandover(ABC, Generic[R]):
                                        config.job_order) if config.decides_by_time else None
         self.job_tokens = 0  # of peers' jobs that are to be computed here too
         self.unproven_blocks = 0  # which reads for peers' jobs may still fill
+        self.held_blocks = 0  # of prompts that are kept for others
         self._local: list[tuple[R, int]] = []  # requests that stay and are not computed yet, and their tokens
         self._unmeasured: dict[Attempt, tuple[int, float]] = {}  # done, without timings: tokens, time in all
         self._deadline_s = config.attempt_deadline_s
@@ -332,11 +333,16 @@ class DecodeHandover(ABC, Generic[R]):
         given_up = self._quarantined() if self._attempts else ()
         return sum(remote.blocks for attempt, remote in self._attempts.items() if attempt in given_up)
 
+    @property
+    def set_aside_blocks(self) -> int:
+        """How many blocks are set aside for attempts and for failed reads, quarantined ones included."""
+        return self.unproven_blocks + sum(remote.blocks for remote in self._attempts.values())
+
     def update_metrics(self) -> None:
         """Set the gauges, and count the first tokens since the last call."""
         quarantined = self.quarantined_blocks + self.unproven_blocks
         self._metrics.quarantined_blocks.set(quarantined)
-        self._metrics.parked_blocks.set(self._count_blocks() - quarantined)
+        self._metrics.parked_blocks.set(self.set_aside_blocks - quarantined)
         waiting = []
         for request in self._resuming:
             resumed_at, first_token_at = self._requests[request].resumed_at, self._first_token_at(request)
@@ -376,8 +382,8 @@ class DecodeHandover(ABC, Generic[R]):
         return None
 
     def _count_blocks(self) -> int:
-        """Blocks that are set aside, quarantined ones included."""
-        return self.unproven_blocks + sum(remote.blocks for remote in self._attempts.values())
+        """Blocks that are set aside or held."""
+        return self.set_aside_blocks + self.held_blocks
 
     def _stay(self, request: R) -> None:
         """Keep this request and its siblings here: `decide` answers None for each of them."""

@@ -92,6 +92,8 @@ class HandoverEngine(ABC):
             if self.holds is not None and isinstance(event, HELD_PROMPT_EVENTS):
                 self._guard(self.holds.handle, event, self._progress)
             self._guard(self._handler(event), event, self._progress)
+        if self.holds is not None:
+            self.remote_prefills.held_blocks = self.holds.blocks
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:
             self._guard(self.prefill_jobs.free_dead, self._progress)  # after the events: a later death wakes us again

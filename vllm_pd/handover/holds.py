@@ -85,11 +85,12 @@ class HeldPrompts:
         it is to be kept for a decode engine, and not read from another engine."""
         return bool(self._most_blocks) and asks_for_hold(extra_args) and named_hold(extra_args) is None
 
-    def keep(self, request_id: str, extra_args: Any, token_ids: list[int],
-             block_ids: list[int]) -> dict[str, Any] | None:
+    def keep(self, request_id: str, extra_args: Any, token_ids: list[int], block_ids: list[int],
+             set_aside: int) -> dict[str, Any] | None:
         """A client's request has ended whose prompt is computed, and still has these blocks. Keep those of the prompt,
-        if its `extra_args` ask for that. Returns what its answer is to say, None where nothing is kept. The samples of
-        a request with n > 1 have one hold together: its answer names that of the sample which ends last."""
+        if its `extra_args` ask for that. `set_aside`: how many blocks this engine has set aside as a decode engine.
+        Returns what the answer is to say, None where nothing is kept. The samples of a request with n > 1 have one hold
+        together: its answer names that of the sample which ends last."""
         blocks = -(-len(token_ids) // self._block_size)
         if not self._most_blocks or not asks_for_hold(extra_args) or not LEAST_BLOCKS <= blocks <= len(block_ids):
             return None
@@ -97,7 +98,7 @@ class HeldPrompts:
         sample = _parent_id(request_id), digest
         hold = self._samples.get(sample)
         if hold is None:
-            if self._is_full(block_ids[:blocks]):
+            if self._is_full(block_ids[:blocks], set_aside):
                 self._metrics.hold("full")
                 return None
             hold = self._keep(sample, block_ids[:blocks])
@@ -130,14 +131,19 @@ class HeldPrompts:
             self._known.discard(read.peer)  # its ranks may have dropped it
         self._protocol.read_ended(read.attempt, "" if end.ok else end.error or "the read failed", end.may_land)
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks are held; one that several holds share counts once."""
+        return len(self._blocks)
+
     def debug_state(self) -> dict[str, int]:
         """How many holds and reads there are, for tests and chaos. Both are 0 at rest."""
         return {"holds": len(self._kept), "hold_reads": len(self._reads)}
 
-    def _is_full(self, block_ids: list[int]) -> bool:
+    def _is_full(self, block_ids: list[int], set_aside: int) -> bool:
         """Whether these blocks would be too many, or holds of blocks that are shared."""
         new = sum(block_id not in self._blocks for block_id in block_ids)
-        return (len(self._blocks) + new > self._most_blocks
+        return (self.blocks + set_aside + new > self._most_blocks
                 or len(self._kept) >= self._most_blocks // LEAST_BLOCKS)
 
     def _keep(self, sample: tuple[str, bytes], block_ids: list[int]) -> Attempt | None:
@@ -180,7 +186,7 @@ class HeldPrompts:
 
     def _count(self, what: str) -> None:
         self._metrics.hold(what)
-        self._metrics.held_blocks.set(len(self._blocks))
+        self._metrics.held_blocks.set(self.blocks)
 
 
 def _parent_id(request_id: str) -> str:

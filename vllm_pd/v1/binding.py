@@ -117,7 +117,7 @@ class EngineHandover(HandoverEngine):
                 self.prefill_jobs.drop_prompt(request.request_id)
             if request.status in _COMPUTED and can_go_remote(request):
                 params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
-                                     request.prompt_token_ids, block_ids)
+                                     request.prompt_token_ids, block_ids, self.remote_prefills.set_aside_blocks)
         self.changed()
         return params
 
