@@ -127,6 +127,19 @@ def test_what_nobody_claims_ends_by_time_and_what_is_claimed_never(holder):
     assert HoldEnded(HOLD, HoldEnd.LOST) in holder.peer_dead(301.0, "d")
 
 
+def test_b102_claimed_blocks_are_counted_once_each_from_the_claim_to_the_end(holder):
+    other = m.Attempt("p", "random", 8)
+    holder.holds.add(0.0, other, DIGEST, [6, 7])
+    assert holder.holds.claimed_blocks() == 0
+    for attempt, hold, counted in ((ONE, HOLD, 3), (ONE, HOLD, 3), (TWO, HOLD, 3), (TWO, other, 4)):
+        holder.receive(1.0, "d", claim(attempt, hold))
+        assert holder.holds.claimed_blocks() == counted
+    holder.receive(2.0, "d", m.HoldDone(ONE, HOLD))
+    assert holder.holds.claimed_blocks() == 2
+    holder.peer_dead(3.0, "d")
+    assert holder.holds.claimed_blocks() == 0 and not holder.holds._claimed
+
+
 def test_a_d_that_is_silent_keeps_its_connection_while_it_may_read(holder):
     """B23: its death is still seen, and its word still heard."""
     holder.receive(1.0, "d", claim())

@@ -679,6 +679,16 @@ def test_b34_both_halves_of_an_engine_know_what_is_set_aside(pair, unread):
     assert steps.remote_prefills.unproven_blocks == 2 and pair.jobs.quarantined_blocks == 3
 
 
+def test_b20_reads_count_what_decode_engines_have_claimed(pair):
+    hold, blocks = pair.p.next_attempt("h"), list(range(2 * MOST_READS - 1))
+    assert pair.p.hold(hold, b"digest", blocks)
+    assert pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
+    pair.d.claim_hold(pair.d.next_attempt("r"), hold, b"digest", blocks, 0, 60.0)
+    pair.pump()
+    assert pair.p.claimed_blocks() == len(blocks)
+    assert not pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
+
+
 def test_b20_reads_count_what_the_other_half_has_in_quarantine(pair):
     pair.jobs.quarantined_blocks = 2 * MOST_READS - 2
     assert pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)

@@ -42,6 +42,9 @@ class Agent:
 
     lease_stands = may_write
 
+    def claimed_blocks(self) -> int:
+        return 0
+
     def __getattr__(self, name: str):
         return lambda *arguments: self.calls.append((name, *arguments))
 

@@ -109,6 +109,7 @@ class FakeProtocol:
         self.posted: dict[Attempt, tuple[str, str]] = {}
         self.held: dict[Attempt, tuple[bytes, list[int]]] = {}
         self.holds = True
+        self.claimed_here = 0  # blocks of `held` that peers may read
         self.calls: list[tuple] = []
         self.peers = 2
         self.queued_tokens = 0  # at the broker, with max_local_prefill_tokens auto
@@ -153,6 +154,9 @@ class FakeProtocol:
     def hold(self, hold, digest, block_ids):
         self.held[hold] = digest, block_ids
         return self.holds
+
+    def claimed_blocks(self):
+        return self.claimed_here
 
     def drop_hold(self, hold):
         self.calls.append(("drop_hold", hold))

@@ -184,6 +184,25 @@ def test_b102_a_leg_for_p_on_an_engine_of_both_roles_counts_as_no_wish(model_fol
     finish(engine)
 
 
+@pytest.mark.parametrize("claimed", [True, False])
+@pytest.mark.parametrize("shares", [True, False])
+def test_b102_b10_a_job_that_does_not_fit_beside_claimed_holds_is_refused_at_once(holder, claimed, shares):
+    """It would wait for a D. What nobody has claimed comes free soon; what is claimed may be the job's own prefix."""
+    tokens = prompt(30 * BLOCK_SIZE)
+    add(holder, "a", tokens, ASKS, count=1)
+    (hold,) = holder.protocol.held
+    holder.protocol.claimed_here = 30 if claimed else 0
+    job = holder.job((tokens if shares else []) + prompt(40 * BLOCK_SIZE - len(tokens if shares else [])))
+    holder.run()
+    assert holder.protocol.calls.count(("failed", job)) == (claimed and not shares)
+    holder.tell(HoldEnded(hold, HoldEnd.DONE))
+    holder.run()
+    for one in holder.last_writes():
+        holder.transfer.end(one.key)
+    finish(holder)
+    assert ("sent", job) in holder.protocol.calls or (claimed and not shares)
+
+
 @pytest.mark.parametrize("fraction, hold_s, warns", [(1.0, 30.0, True), (1.0, 0, False), (0.9, 30.0, False)])
 def test_b102_a_share_that_leaves_nothing_is_said(model_folder, caplog, fraction, hold_s, warns):
     Engine(model_folder, role="kv_producer", max_parked_fraction=fraction, hold_s=hold_s)

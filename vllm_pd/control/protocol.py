@@ -353,6 +353,11 @@ class PeerProtocol:
         self._do(self._prefill.holds.close_unclaimed())
 
     @_locked
+    def claimed_blocks(self) -> int:
+        """How many blocks decode engines may read here. They come free with the messages or deaths of these."""
+        return self._prefill.holds.claimed_blocks()
+
+    @_locked
     def close_holds(self) -> None:
         """The memory of this engine's blocks is about to end: what a decode engine reads there is not to be used any
         more."""

@@ -12,6 +12,7 @@ is one for another prompt, and one by another attempt than that which has it.
 There may be tens of thousands. All that wait equally long for their next deadline are in one queue, in the order of
 their deadlines, so that a turn looks at the first of each queue: for `hold_s`, `drain_s`, and the few pauses.
 """
+import collections
 import itertools
 from typing import Any
 
@@ -52,6 +53,7 @@ class Holds:
         self._holds: dict[m.Attempt, _Hold] = {}
         self._queues: dict[float, dict[m.Attempt, None]] = {}  # by `wait_s`: names in the order of `due`
         self._read_by: dict[str, dict[m.Attempt, None]] = {}  # by incarnation: the names of what a D has claimed
+        self._claimed: collections.Counter[int] = collections.Counter()  # in how many claimed holds each block is
 
     # Calls of the engine.
 
@@ -96,6 +98,8 @@ class Holds:
         if reason is not None:
             self.dropped["hold_" + reason.value] += 1
             return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, reason))]
+        if hold.reader is None:
+            self._claimed.update(hold.block_ids)
         hold.reader = message.attempt
         self._read_by.setdefault(sender, {})[hold.name] = None
         self._wait(now, hold, self.limits.query_s)
@@ -142,6 +146,10 @@ class Holds:
         """The incarnations of the decode engines that may read here."""
         return set(self._read_by)
 
+    def claimed_blocks(self) -> int:
+        """How many blocks the decode engines may read; one that several holds share counts once."""
+        return len(self._claimed)
+
     def states(self) -> dict[m.Attempt, m.Attempt | None]:
         """All holds, and the attempts that have claimed them."""
         return {name: hold.reader for name, hold in self._holds.items()}
@@ -171,6 +179,10 @@ class Holds:
         self._take_out(hold.name, hold.wait_s, self._queues)
         if hold.reader is not None:
             self._take_out(hold.name, hold.reader.incarnation, self._read_by)
+            for block_id in hold.block_ids:
+                self._claimed[block_id] -= 1
+                if not self._claimed[block_id]:
+                    del self._claimed[block_id]
         return [HoldEnded(hold.name, end)]
 
     def _wait(self, now: float, hold: _Hold, wait_s: float) -> None:

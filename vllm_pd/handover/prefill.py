@@ -150,7 +150,7 @@ class PrefillHandover(ABC):
     @property
     def _lasting_blocks(self) -> int:
         """How many blocks may be set aside for as long as both this engine and a peer live."""
-        return self.unproven_blocks + self.quarantined_blocks
+        return self.unproven_blocks + self.quarantined_blocks + self._protocol.claimed_blocks()
 
     @property
     def has_jobs(self) -> bool:
@@ -573,22 +573,24 @@ class PrefillHandover(ABC):
     def _begin(self, job: PeerJob) -> None:
         job.state = JobStage.COMPUTING
         try:
-            self._check_room(job)
             job.request = self._add_request(job)
             cached_tokens, theirs = self._cached_tokens(job), job.prefill.cached_blocks * self._block_size
+            self._check_room(job, cached_tokens // self._block_size)
             job.cached_tokens = theirs if self.wants_prefix(job.prefill.attempt, cached_tokens) else cached_tokens
         except Exception as error:  # an error in a peer's prompt must not end this engine
             self._abort_request(job)
             del self._jobs[job.prefill.attempt]
             self._refuse(job.prefill.attempt, str(error))
 
-    def _check_room(self, job: PeerJob) -> None:
-        """Raises ValueError for a job that would wait until a peer dies: another prefill engine may have room."""
+    def _check_room(self, job: PeerJob, cached_blocks: int) -> None:
+        """Raises ValueError for a job that would wait until a peer dies: another prefill engine may have room. Its
+        prefix hit of `cached_blocks` may be in blocks that a decode engine has claimed."""
         stopping = sum(one.parked_blocks if one.state is JobStage.READING else one.writes.unsent_blocks
                        for one in self._jobs.values() if one.cancelled)
         lasting, needed = self._lasting_blocks + stopping, self._prompt_blocks(job.prefill)
         kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
-        if lasting and needed > self._total_blocks - lasting - kept_free:
+        new = needed - min(cached_blocks, self._protocol.claimed_blocks())
+        if lasting and new > self._total_blocks - lasting - kept_free:
             raise ValueError(f"it needs {needed} blocks, and of {self._total_blocks} {lasting} are set aside until "
                              "transfers or peers have ended")
 
