@@ -298,6 +298,21 @@ def test_a_hold_that_is_not_wanted_is_given_up(both):
     assert both.poll_event() == HoldEnded(ours, HoldEnd.DROPPED)
 
 
+def test_b102_b10_what_nobody_has_claimed_makes_room(holder):
+    """At once after 3 s, else within 3 s, so that a client which has just got the name can bring it. What is claimed
+    stays."""
+    old, late, last = (m.Attempt("p", "random", number) for number in (8, 9, 10))
+    for at, name in ((10.0, old), (11.0, late), (13.5, last)):
+        holder.holds.add(at, name, DIGEST, [7, 8])
+    holder.receive(9.0, "d", claim())
+    assert holder.holds.make_room(14.0) == [HoldEnded(old, HoldEnd.CLOSED), HoldEnded(late, HoldEnd.CLOSED)]
+    assert holder.holds.make_room(16.5) == []
+    (denied,) = holder.receive(16.6, "d", claim(TWO, old))
+    assert denied.message.reason is m.DenyReason.UNKNOWN
+    assert HoldEnded(last, HoldEnd.EXPIRED) in holder.handle_timeout(17.0)
+    assert holder.holds.make_room(1e6) == [] and holder.holds.states() == {HOLD: ONE}
+
+
 def test_many_holds_cost_no_more_a_turn_than_one(holder):
     """A turn looks at the first of each queue; so many that looking at all of them each turn would take minutes."""
     looked = []

@@ -109,6 +109,7 @@ class FakeProtocol:
         self.posted: dict[Attempt, tuple[str, str]] = {}
         self.held: dict[Attempt, tuple[bytes, list[int]]] = {}
         self.holds = True
+        self.rooms = 0  # how often it was to make room
         self.claimed_here = 0  # blocks of `held` that peers may read
         self.calls: list[tuple] = []
         self.peers = 2
@@ -154,6 +155,9 @@ class FakeProtocol:
     def hold(self, hold, digest, block_ids):
         self.held[hold] = digest, block_ids
         return self.holds
+
+    def make_room(self):
+        self.rooms += 1
 
     def claimed_blocks(self):
         return self.claimed_here

@@ -53,7 +53,8 @@ class HoldingFleetEngine(V1FleetEngine):
             return call
 
         protocol.claim_hold = claim_hold
-        for name in ("read_ended", "hold", "drop_hold", "claimed_blocks", "close_unclaimed_holds"):
+        for name in ("read_ended", "hold", "drop_hold", "claimed_blocks", "make_room",
+                     "close_unclaimed_holds"):
             setattr(protocol, name, spoken(name))
 
     def asks(self, request_id: str, token_ids: list[int], max_tokens: int, params: dict | None, then=None) -> None:

@@ -2,6 +2,7 @@
 """B102 on V1's real schedulers: a prefill engine keeps a prompt, a decode engine reads it."""
 import pytest
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
@@ -201,6 +202,31 @@ def test_b102_b10_a_job_that_does_not_fit_beside_claimed_holds_is_refused_at_onc
         holder.transfer.end(one.key)
     finish(holder)
     assert ("sent", job) in holder.protocol.calls or (claimed and not shares)
+
+
+def test_b102_b10_an_engine_that_needs_blocks_ends_what_nobody_has_claimed(holder):
+    add(holder, "a", prompt(28 * BLOCK_SIZE), ASKS, count=1)
+    (hold,) = holder.protocol.held
+    assert holder.protocol.rooms == 0, "nothing waits"
+    holder.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    holder.add("long", prompt(45 * BLOCK_SIZE))
+    holder.run()
+    assert holder.protocol.rooms == 0, "it waits for the end of the pause"
+    holder.scheduler.set_pause_state(PauseState.UNPAUSED)
+    holder.run()
+    assert holder.protocol.rooms and "long" not in holder.ended
+    holder.tell(HoldEnded(hold, HoldEnd.CLOSED))
+    finish(holder)
+
+
+def test_b102_what_is_parked_needs_no_room(model_folder, in_flight):
+    engine = Engine(model_folder, in_flight, role="kv_both", threshold=1, max_parked_fraction=0.5)
+    add(engine, "kept", prompt(10 * BLOCK_SIZE), ASKS, count=1)
+    add(engine, "parked", prompt(10 * BLOCK_SIZE), None)
+    assert engine.status("parked") is PARKED and engine.protocol.rooms == 0
+    engine.prefilled("parked")
+    engine.tell(*(HoldEnded(one, HoldEnd.DONE) for one in engine.protocol.held))
+    finish(engine)
 
 
 @pytest.mark.parametrize("fraction, hold_s, warns", [(1.0, 30.0, True), (1.0, 0, False), (0.9, 30.0, False)])

@@ -348,6 +348,13 @@ class PeerProtocol:
         return True
 
     @_locked
+    def make_room(self) -> None:
+        """A request waits for blocks, and nothing runs that would free some: end the holds that nobody has claimed for
+        a few seconds."""
+        self._do(self._prefill.holds.make_room(self._clock()))
+        self.wake()
+
+    @_locked
     def close_unclaimed_holds(self) -> None:
         """End the holds that nobody has claimed."""
         self._do(self._prefill.holds.close_unclaimed())

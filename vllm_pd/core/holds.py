@@ -6,8 +6,9 @@ name that only the answer tells (`Holds.add`). The D that the client chose claim
 From then on D may read them at any moment, so they are free again only by D's HoldDone or by D's death as a fact,
 never by time. That message may be lost, so P asks again and again, with growing pauses, until D has sent it.
 
-A hold that nobody has claimed is free again after `hold_s`: nobody knows its blocks. A later claim of it is denied. So
-is one for another prompt, and one by another attempt than that which has it.
+A hold that nobody has claimed is free again after `hold_s`, or earlier where the engine drains or needs its blocks:
+nobody knows these. A later claim of it is denied. So is one for another prompt, and one by another attempt than that
+which has it.
 
 There may be tens of thousands. All that wait equally long for their next deadline are in one queue, in the order of
 their deadlines, so that a turn looks at the first of each queue: for `hold_s`, `drain_s`, and the few pauses.
@@ -24,8 +25,8 @@ from vllm_pd.core.policy import PARAMS_KEY
 
 
 class HoldLimits(msgspec.Struct, frozen=True):
-    """How long an unclaimed hold lasts (0: nothing is held), also once the engine drains, and the pauses between two
-    questions to a D."""
+    """How long an unclaimed hold lasts (0: nothing is held), also once the engine drains or needs blocks, and the
+    pauses between two questions to a D."""
     hold_s: float = 30.0
     drain_s: float = 3.0
     query_s: float = 1.0
@@ -69,6 +70,15 @@ class Holds:
         """The engine drains: what nobody has claimed lasts `drain_s` more, at most."""
         for hold in [one for one in self._unclaimed() if one.due > now + self.limits.drain_s]:
             self._wait(now, hold, self.limits.drain_s)
+
+    def make_room(self, now: float) -> list[Action]:
+        """The engine needs blocks: end what nobody has claimed for `drain_s`. What is newer lasts as long, at most."""
+        actions: list[Action] = []
+        for hold in self._unclaimed():
+            if now >= hold.due - hold.wait_s + self.limits.drain_s:
+                actions += self._end(hold, HoldEnd.CLOSED)
+        self.drain(now)
+        return actions
 
     def close_unclaimed(self) -> list[Action]:
         """End the holds that nobody has claimed."""

@@ -151,8 +151,7 @@ class EngineHandover(HandoverEngine):
         self.changed()
         self._has_new = True
         if (self.prefill_jobs is not None and self._scheduler.requests.get(request.request_id) is request
-                and can_go_remote(request)
-                and self.holds.has_turn(request.sampling_params.extra_args)):
+                and can_go_remote(request) and self.holds.has_turn(request.sampling_params.extra_args)):
             self._guard(self.prefill_jobs.add_prompt, request.request_id, request, request.num_tokens, request.priority)
 
     def changed(self) -> None:
@@ -189,6 +188,9 @@ class EngineHandover(HandoverEngine):
         self.stalled = bool(not (tokens or throttled or output.preempted_req_ids or scheduler.running
                                  or scheduler.ec_connector is not None or scheduler.awaits_grammar())
                             and (len(self.fence) or self.remote_prefills.parked_ids()))
+        waits = scheduler.get_request_counts()[1] > len(scheduler.deferred_waiting)  # for blocks, or the end of a pause
+        if self.stalled and waits and scheduler.pause_state is PauseState.UNPAUSED:
+            self.protocol.make_room()
         if self._has_jobs():
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:
@@ -236,9 +238,7 @@ class EngineHandover(HandoverEngine):
         """These requests were aborted. Returns them without our own."""
         if finished:  # V1 makes each abort of a client twice
             self.changed()
-        if self.prefill_jobs is None:
-            return finished
-        ours = [request for request in finished if self.prefill_jobs.is_internal(request.request_id)]
+        ours = [request for request in finished if self._is_internal(request)]
         for request in ours:
             if self._scheduler.finished_req_ids_dict is not None:
                 self._scheduler.finished_req_ids_dict[request.client_index].discard(request.request_id)

@@ -29,7 +29,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler._handle_blocked_waiting_request", "frees a failed one's blocks", takes=("request", )),
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
-        Required("Scheduler.deferred_waiting", "a request that begins anew is taken out of it"),
+        Required("Scheduler.deferred_waiting", "a request that begins anew leaves it; the others wait for blocks"),
         Required("Scheduler._inflight_prefills", "as deferred_waiting: no block is reserved for it"),
         Required("Scheduler.running", "asked whether a step would do anything; requests of ours change places in it"),
         Required("Scheduler.max_num_encoder_input_tokens", "0 for a model that takes text only"),
