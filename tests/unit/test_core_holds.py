@@ -11,6 +11,7 @@ from vllm_pd.control.protocol import MessageSource, PeerProtocol
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import (
     AddPeer,
+    Cancelled,
     DropPeer,
     Fallback,
     FallbackReason,
@@ -280,6 +281,88 @@ def both():
     protocol.receive(MessageSource.PREFILL, "p", m.Hello(P, b"p"))
     drain(protocol)
     return protocol
+
+
+class Meeting:
+    """A prefill and decode engine `d` that has met another one, `e`, in both roles, and reads a hold of it."""
+
+    def __init__(self):
+        self.now = 0.0
+        us, self.e = (msgspec.structs.replace(D, role=m.Role.BOTH, incarnation=name) for name in ("d", "e"))
+        config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
+        self.protocol = PeerProtocol(config, us, b"memory", lambda: self.now)
+        self.listed(self.e)
+        self.protocol.receive(MessageSource.DECODE, "e", m.HelloReply(self.e, b"e"))
+        self.protocol.receive(MessageSource.PREFILL, "e", m.Hello(self.e, b"e"))
+        self.attempt, self.hold = self.protocol.next_attempt("r"), m.Attempt("e", "random", 1)
+        self.protocol.claim_hold(self.attempt, self.hold, DIGEST, [1, 2, 3], 0, 60.0)
+        self.events()
+
+    def listed(self, *members):
+        version = 1 + int(self.now * 10)
+        self.protocol.receive(MessageSource.BROKER, "broker", m.Peers("b", version, list(members), 0))
+
+    def granted(self):
+        self.protocol.receive(MessageSource.PREFILL, "e", m.HoldGrant(self.attempt, self.hold, [4, 5, 6]))
+
+    def passes(self, seconds):
+        for _ in range(int(2 * seconds)):
+            self.now += 0.5
+            self.protocol.receive(MessageSource.BROKER, "broker", m.Heard("b", 0))
+            self.protocol.handle_timeout()
+
+    def events(self):
+        drain(self.protocol)
+        return list(iter(self.protocol.poll_event, None))
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["no job", "a job of it stops meanwhile"])
+def test_b102_ranks_of_an_engine_of_both_roles_forget_no_peer_that_they_read_from(stops):
+    """The other one has lost the broker only. It is met again, where the registry lists it later."""
+    one = Meeting()
+    job = m.Job(m.Attempt("e", "r", 7), one.e.address, TOKENS, 0, 60.0)
+    if stops:
+        one.protocol.receive(MessageSource.BROKER, "broker", m.Offer(job, 1))
+        (claimed,) = [action.message for action in drain(one.protocol) if isinstance(action, ToDecode)]
+        one.protocol.receive(MessageSource.DECODE, "e", m.Grant(job.attempt, claimed.claim, [7, 8, 9], 0, 30.0))
+    one.granted()
+    one.now = 1.0
+    one.listed()
+    one.passes(6.0)
+    assert (Cancelled(job.attempt) in one.events()) is stops
+    one.protocol.ended(job.attempt)
+    for _ in range(4):
+        one.passes(5.0)
+        one.granted()
+        assert one.events() == [], "it reads on"
+    one.now += 0.5
+    one.listed(one.e)
+    one.protocol.read_ended(one.attempt, "")
+    sent = [action.message for action in drain(one.protocol) if isinstance(action, ToDecode)]
+    assert one.events() == [Prefilled(one.attempt, m.Timings()), DropPeer("e")] and sent == [one.protocol.hello]
+
+
+def test_b102_a_dead_peer_is_dropped_when_the_read_of_its_hold_has_ended():
+    one = Meeting()
+    one.granted()
+    one.protocol.peer_dead("e")
+    assert DropPeer("e") not in one.events()
+    one.protocol.read_ended(one.attempt, "broken")
+    assert DropPeer("e") in one.events() and "e" not in one.protocol.debug_state()["peers"]
+
+
+def test_b102_a_peer_that_could_not_be_added_is_not_dropped_while_it_is_read_from():
+    one = Meeting()
+    one.granted()
+    one.protocol.peer_unadded("e", "one rank could not")
+    one.events()
+    for _ in range(8):
+        one.passes(5.0)
+        one.granted()
+        assert one.events() == []
+    one.protocol.read_ended(one.attempt, "")
+    one.passes(1.0)
+    assert DropPeer("e") in one.events()
 
 
 def drain(protocol):

@@ -99,7 +99,7 @@ class PeerProtocol:
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
             ttl_s=config.ttl_s, own_fence=config.is_two_sided), self._parted)
         self._prefill = PrefillProtocol(member, transfer_metadata, PrefillLimits(
-            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self._parted)
+            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self._parted, self._decode.reads)
         self._cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self._credits = JobCredits(config.max_prefill_tokens)
         self._refusal = ""  # why every job is refused
@@ -208,6 +208,7 @@ class PeerProtocol:
             self._do(reads.unproven(attempt, error))
         else:
             self._do(reads.ended(attempt, error))
+            self._do(self._prefill.read_ended(self._clock(), peer))
 
     @_locked
     def drop_hold(self, hold: m.Attempt) -> None:

@@ -156,6 +156,10 @@ class HoldReads:
         """Ps that are read from, or asked."""
         return {read.peer for read in self._reads.values()}
 
+    def open_peers(self) -> set[str]:
+        """Ps that our ranks may read from at this moment."""
+        return {read.peer for read in self._reads.values() if read.state is not ReadState.CLAIMING}
+
     # Messages of a P.
 
     def receive(self, now: float, sender: str, message: m.HoldGrant | m.HoldDenied | m.HoldQuery) -> list[Action]:

@@ -176,13 +176,13 @@ class Peering:
         """Whether for `ttl_s` neither the registry has listed it nor a message of it has come."""
         return now >= self._missed_at(peer)
 
-    def greet_again(self, now: float, peer: Peer, is_written: bool) -> list[Action]:
+    def greet_again(self, now: float, peer: Peer, is_in_use: bool) -> list[Action]:
         """Send Hello once more, and connect where that was not possible before. One that is UNADDED is dropped first,
-        for some of our ranks may have added it: not while it `is_written`, by those."""
+        for some of our ranks may have added it: not while it `is_in_use`, by those."""
         peer.next_hello = now + self.limits.hello_retry_s
         if peer.state is not PeerState.UNADDED:
             return [Connect(peer.incarnation, peer.address), self.introduce(peer.incarnation)]
-        if is_written:
+        if is_in_use:
             return []
         peer.state = PeerState.GREETED
         return [DropPeer(peer.incarnation), self.introduce(peer.incarnation)]

@@ -22,6 +22,7 @@ import msgspec
 
 from vllm_pd.core import messages as m
 from vllm_pd.core.actions import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.core.hold_reads import HoldReads
 from vllm_pd.core.holds import HoldLimits, Holds
 from vllm_pd.core.peering import Peer, Peering, PeeringLimits, PeerState
 from vllm_pd.errors import PeerMismatch
@@ -77,10 +78,11 @@ class _OfferedJob:
 
 class PrefillProtocol:
     """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does. `parted`:
-    see `DecodeProtocol`, whose set it is in an engine."""
+    see `DecodeProtocol`, whose set it is in an engine; `reads`: the holds of others that the same engine reads, if it
+    decodes, too."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits,
-                 parted: set[str] | None = None):
+                 parted: set[str] | None = None, reads: HoldReads | None = None):
         self.member = member
         self.limits = limits
         self.counters: m.Counters = collections.Counter()
@@ -90,6 +92,7 @@ class PrefillProtocol:
         self._jobs: dict[m.Attempt, _OfferedJob] = {}
         self._unproven_reads: set[m.Attempt] = set()  # of prefixes, for these jobs: they may land here
         self.holds = Holds(limits.holds, self.dropped)
+        self._reads = reads
         self.hello = m.Hello(member, transfer_metadata)
         self._peering = Peering(self.hello, limits, self.dropped)
         self.renews = True  # False: the engine does not answer, so the leases of its jobs are to end
@@ -219,6 +222,10 @@ class PrefillProtocol:
             actions += self._give_up(job)
         return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
 
+    def read_ended(self, now: float, incarnation: str) -> list[Action]:
+        """A read of a hold there has ended on all ranks."""
+        return self._drop_idle(now, incarnation)
+
     def peer_dead(self, now: float, incarnation: str) -> list[Action]:
         """The process of a D is gone, as a fact: it neither reads nor wants anything any more, and has no blocks."""
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
@@ -249,7 +256,7 @@ class PrefillProtocol:
                 self.counters["peer_lost"] += 1
                 actions += self.peer_lost(now, peer.incarnation)
             else:
-                actions += self._peering.greet_again(now, peer, self._is_written(peer.incarnation))
+                actions += self._peering.greet_again(now, peer, self._is_in_use(peer.incarnation))
         return actions
 
     def next_timeout(self) -> float | None:
@@ -434,17 +441,21 @@ class PrefillProtocol:
         return [Cancelled(job.attempt)]
 
     def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
-        """Drop a peer that is leaving, once no job of it can write, and it reads nothing. It could not say so
-        without a connection."""
-        if incarnation in self.holds.readers() or incarnation in self.parted or any(
+        """Drop a peer that is leaving, once no job of it can write, we read nothing there, and it reads nothing here.
+        It could not say so without a connection."""
+        if incarnation in self.holds.readers() or incarnation in self.parted or self._is_read(incarnation) or any(
                 job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
                 for job in self._jobs.values()):
             return []
         return self._peering.drop_if_leaving(now, incarnation)
 
-    def _is_written(self, incarnation: str) -> bool:
-        """Whether writes to this D may be under way. It can't be dropped then."""
-        return incarnation in self.parted or any(
+    def _is_read(self, incarnation: str) -> bool:
+        """Whether this engine reads a hold of that one."""
+        return self._reads is not None and incarnation in self._reads.open_peers()
+
+    def _is_in_use(self, incarnation: str) -> bool:
+        """Whether writes to this D, or reads of what it holds, may be under way. It can't be dropped then."""
+        return incarnation in self.parted or self._is_read(incarnation) or any(
             job.attempt.incarnation == incarnation and job.state in (JobState.RUNNING, JobState.STOPPING)
             for job in self._jobs.values())
 

@@ -118,7 +118,7 @@ class MeetsOnce(PrefillProtocol):
 class DropsTooSoon(PrefillProtocol):
     """A D that a rank could not add is dropped and added again, whatever the other ranks do."""
 
-    def _is_written(self, incarnation):
+    def _is_in_use(self, incarnation):
         return False
 
 
