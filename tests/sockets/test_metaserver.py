@@ -4,6 +4,7 @@ thread. The engines are played by the test.
 """
 import asyncio
 import contextlib
+import json
 import threading
 import time
 import uuid
@@ -394,6 +395,37 @@ def test_b100_what_carries_a_job_is_never_vllms(fleet, body, found):
     assert status == found and ("is not a string" in said["message"]) == (found == 400)
     assert not producer.others
     at_rest(fleet)
+
+
+@pytest.mark.parametrize("change", [
+    lambda body: body, lambda body: body.replace(b'"m"', b"NaN"), lambda body: body.replace(b'"m"', b"1e999"),
+    lambda body: body.replace(b'"m"', b'"\\ud800"'), lambda body: body.replace(b"pd_job", b"pd\\u005fjob"),
+    lambda body: body.decode().encode("utf-16")], ids=["plain", "NaN", "1e999", "surrogate", "escaped", "UTF-16"])
+def test_b100_a_job_in_a_body_that_vllm_would_read_is_never_vllms(change):
+    """vLLM would compute it as a client's prompt, and keep its blocks for a decode engine that does not come."""
+    its_job = m.Job(m.Attempt("d", posted_name(ID, SECRET), 3), "tcp://127.0.0.1:3", TOKENS, 16, 60.0)
+    params = post_params(its_job, "cmpl-1-0", FINGERPRINT)
+    body = change(json.dumps({"model": "m", "kv_transfer_params": params}).encode())
+    jobs, answers = [], []
+
+    async def vllm(scope, receive, send):
+        raise AssertionError("vLLM has got it")
+
+    async def run(found):
+        jobs.append(found)
+        return ""
+
+    async def receive():
+        return {"type": "http.request", "body": body}
+
+    async def send(message):
+        answers.append(message)
+
+    asyncio.run(DirectJobMiddleware(vllm, run)(
+        {"type": "http", "method": "POST", "path": "/v1/completions",
+         "headers": [(b"content-type", b"application/json")]}, receive, send))
+    assert jobs == [its_job] and answers[0]["status"] == 200
+    assert json.loads(answers[1]["body"])["model"] in ("m", "nan", "inf", "?")
 
 
 def test_b100_a_job_that_comes_twice_goes_to_the_same_rank():

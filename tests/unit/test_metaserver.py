@@ -142,11 +142,24 @@ def test_b100_a_request_for_several_answers_names_no_metaserver_and_loses_nothin
 
 
 @pytest.mark.parametrize("body", [
+    naming(n=2, temperature=float("nan")), naming(n=2, temperature=1).replace(b": 1,", b": 1e999,"),
+    naming(n=2, user="\ud800"), naming(n=2).replace(b"metaserver", b"meta\\u0073erver"),
+    naming(n=2).decode().encode("utf-16")], ids=["NaN", "1e999", "surrogate", "escaped", "UTF-16"])
+def test_b100_what_vllm_reads_of_a_body_is_what_counts(body):
+    changed = json.loads(without_metaserver(body))
+    wanted = json.loads(body)
+    assert wanted["kv_transfer_params"].pop("metaserver") and repr(changed.pop("kv_transfer_params")) == repr(
+        wanted.pop("kv_transfer_params"))
+    assert repr(sorted(changed.items())) == repr(sorted(wanted.items()))
+
+
+@pytest.mark.parametrize("body", [
     naming(), naming(n=1), naming(n=None), naming(n="1"), naming(n=True), naming(n=2.5), naming(n="two"),
     naming(n=[2]), naming(prompt="metaserver"), naming(prompt=["a"]),
     naming(prompt=[[1, 2]]), naming(prompt=[]), naming(prompt=[["a"], 1]), naming(prompt=None),
     naming(n=2, kv_transfer_params=None), naming(n=2, kv_transfer_params={}), naming(n=2, kv_transfer_params=[URL]),
     naming(n=2, prompt="metaserver", kv_transfer_params={"pd": "local"}), naming(n=2)[:-1], b"metaserver", b"[]", b"",
+    b'["metaserver"]', naming(n=float("nan")),
     b'{"n":2,"kv_transfer_params":{"metaserver":' + b"[" * 100_000], ids=lambda body: str(body[:150]))
 def test_b100_every_other_body_stays_as_it_is(body):
     assert without_metaserver(body) is None

@@ -8,15 +8,16 @@ engine's blocks that are filled. That of a decode engine decides which requests 
 """
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import pydantic
 from starlette.responses import JSONResponse
 
+from vllm_pd.core.holds import transfer_params
 from vllm_pd.core.messages import Job
 from vllm_pd.core.metaserver import JOB_KEY, URL_KEY, carried_job
 from vllm_pd.core.policy import PARAMS_KEY
@@ -49,7 +50,7 @@ class DirectJobMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            job = carried_job(request.kv_transfer_params.pd_job)
+            job = carried_job(request.pd_job)
             problem = await self._run(job)
         except ValueError as error:
             answer = error_response(HTTPStatus.BAD_REQUEST,
@@ -59,7 +60,7 @@ class DirectJobMiddleware:
             answer = error_response(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:
             answer = (error_response(HTTPStatus.CONFLICT, f"job {job.attempt.number} was not done here: {problem}")
-                      if problem else JSONResponse(one_token(route_path(scope), str(request.model or ""), job)))
+                      if problem else JSONResponse(one_token(route_path(scope), request.model, job)))
         await answer(scope, receive, send)
 
 
@@ -84,18 +85,12 @@ class SeveralAnswersMiddleware:
 
 def without_metaserver(body: bytes) -> bytes | None:
     """This body of a request without the URL of its metaserver; None where it names none, or asks for one answer."""
-    if URL_KEY.encode() not in body:
-        return None
-    try:
-        request = msgspec.json.decode(body, type=_NamingBody)
-        params = request.kv_transfer_params
-        if not params or URL_KEY not in params or not request.is_for_several():
-            return None
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    fields = _read(body, URL_KEY)
+    params = transfer_params(fields)
+    if URL_KEY not in params or not _is_for_several(fields):
         return None
     rest = {name: value for name, value in params.items() if name != URL_KEY}
-    return msgspec.json.encode({**fields, PARAMS_KEY: rest})
+    return json.dumps({**fields, PARAMS_KEY: rest}).encode()
 
 
 def one_token(path: str, model: str, job: Job) -> dict[str, Any]:
@@ -109,43 +104,40 @@ def one_token(path: str, model: str, job: Job) -> dict[str, Any]:
             "usage": {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}}
 
 
-class _JobParams(msgspec.Struct):
-    pd_job: Any = None
-    do_remote_decode: bool = False
+class _CarryingBody(NamedTuple):
+    """What is used of a body that carries a job."""
+    pd_job: Any
+    model: str
 
 
-class _CarryingBody(msgspec.Struct):
-    """All other fields are skipped. What these may be, beyond what they must be: vLLM must not compute a job."""
-    kv_transfer_params: _JobParams | None = None
-    model: Any = None
-
-
-class _NamingBody(msgspec.Struct):
-    """All other fields are skipped."""
-    kv_transfer_params: dict[str, msgspec.Raw] | None = None
-    prompt: msgspec.Raw = msgspec.Raw(b"null")
-    n: Any = None
-
-    def is_for_several(self) -> bool:
-        """Whether it asks for several samples, or for answers to several prompts: texts, or lists of token ids."""
-        try:
-            if (_samples.validate_python(self.n) or 1) > 1:
-                return True
-        except pydantic.ValidationError:  # vLLM refuses the request
-            return False
-        try:
-            return len(msgspec.json.decode(self.prompt, type=list[str | list[msgspec.Raw]])) > 1
-        except msgspec.ValidationError:
-            return False
+def _is_for_several(fields: dict[str, Any]) -> bool:
+    """Whether it asks for several samples, or for answers to several prompts: texts, or lists of token ids."""
+    try:
+        if (_samples.validate_python(fields.get("n")) or 1) > 1:
+            return True
+    except pydantic.ValidationError:  # vLLM refuses the request
+        return False
+    prompt = fields.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and all(isinstance(one, str | list) for one in prompt)
 
 
 def _carrier(body: bytes) -> _CarryingBody | None:
     """The fields of a body that carries a job; None for any other, which is vLLM's."""
-    if JOB_KEY.encode() not in body:
+    fields = _read(body, JOB_KEY)
+    params = transfer_params(fields)
+    if params.get(JOB_KEY) is None or params.get("do_remote_decode") is not True:
         return None
+    model = str(fields.get("model") or "").encode(errors="replace").decode()  # it may have lone surrogates
+    return _CarryingBody(params[JOB_KEY], model)
+
+
+def _read(body: bytes, key: str) -> dict[str, Any]:
+    """The fields of a body as vLLM reads them, whose JSON may have NaN, lone surrogates, or another encoding; empty
+    where it can't be read, is no object, or has this key nowhere."""
+    if not (key.encode() in body or b"\\u" in body or b"\0" in body):  # escaped, or in UTF-16
+        return {}
     try:
-        request = msgspec.json.decode(body, type=_CarryingBody)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return None
-    params = request.kv_transfer_params
-    return request if params is not None and params.pd_job is not None and params.do_remote_decode else None
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
