@@ -425,7 +425,7 @@ def test_b100_a_job_in_a_body_that_vllm_would_read_is_never_vllms(change):
         {"type": "http", "method": "POST", "path": "/v1/completions",
          "headers": [(b"content-type", b"application/json")]}, receive, send))
     assert jobs == [its_job] and answers[0]["status"] == 200
-    assert json.loads(answers[1]["body"])["model"] in ("m", "nan", "inf", "?")
+    assert json.loads(answers[1]["body"])["model"] in ("m", "", "?")
 
 
 def test_b100_a_job_that_comes_twice_goes_to_the_same_rank():

@@ -2,6 +2,7 @@
 """What the torch transport does beyond the contract: grants (B22, B25), deadlines (B21, B23), restarts (B24), and
 senders that are not to be trusted. Real processes, and sockets of the loopback."""
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -287,6 +288,27 @@ def test_b29_no_more_connections_than_the_bound(rank):
     for each in connections:
         each.close()
     wait_for(lambda: d.transport.debug_state()["connections"] == 0)
+
+
+def test_b29_a_rank_that_can_accept_nothing_says_so_once_until_it_can(rank, caplog):
+    p, d = rank("p-few"), rank("d-few")
+    accepting = d.transport._receiver
+    real, tries = accepting._socket, []
+
+    def accept():
+        tries.append(None)
+        if len(tries) not in (4, 6):
+            raise OSError(errno.EMFILE, "too many open files")
+        return real.accept()
+
+    accepting._socket = SimpleNamespace(accept=accept, shutdown=real.shutdown, close=real.close)
+    address = address_of(d.transport.metadata())
+    with socket.create_connection((address.host, address.port)):  # which ends the call that waits
+        p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+        assert send(p, d, "k", [1]).ok
+        wait_for(lambda: len(tries) >= 6)
+    assert caplog.text.count("can't accept a connection") == 2
+    accepting._socket = real
 
 
 def test_b29_a_sender_beyond_the_bound_learns_it(rank, monkeypatch, caplog):

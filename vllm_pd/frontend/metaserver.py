@@ -127,8 +127,8 @@ def _carrier(body: bytes) -> _CarryingBody | None:
     params = transfer_params(fields)
     if params.get(JOB_KEY) is None or params.get("do_remote_decode") is not True:
         return None
-    model = str(fields.get("model") or "").encode(errors="replace").decode()  # it may have lone surrogates
-    return _CarryingBody(params[JOB_KEY], model)
+    model = fields.get("model")
+    return _CarryingBody(params[JOB_KEY], model.encode(errors="replace").decode() if isinstance(model, str) else "")
 
 
 def _read(body: bytes, key: str) -> dict[str, Any]:

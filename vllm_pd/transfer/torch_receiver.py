@@ -163,14 +163,18 @@ class WriteReceiver:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _accept(self) -> None:
+        has_failed = False
         while not self._closing:
             try:
                 sock, _ = self._socket.accept()
             except OSError as error:
                 if not self._closing:
-                    logger.error("the torch transport can't accept a connection: %s", error)
+                    if not has_failed:
+                        logger.error("the torch transport can't accept a connection, and tries again: %s", error)
+                    has_failed = True
                     time.sleep(0.1)
                 continue
+            has_failed = False
             try:
                 self._begin(sock)
             except Exception:
