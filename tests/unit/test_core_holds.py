@@ -270,6 +270,25 @@ def test_peers_that_are_forgotten_are_forgotten_with_their_memory(reader):
     assert forgotten == DropPeer("p") and not reader.reads.knows("p") and reader.reads.knows("q")
 
 
+def test_b102_ranks_forget_an_idle_p_that_the_registry_does_not_list(reader):
+    """One that died on another host while nothing was read from it: no death is seen there."""
+    started(reader)
+    assert reader.reads.known_are(0.0, ["p"]) == reader.reads.known_are(1.0, []) == []
+    for second in range(2, 20):
+        assert reader.reads.known_are(float(second), []) == [], "it is read from"
+    reader.reads.unproven(ONE, "failed")
+    assert reader.reads.known_are(20.0, []) == reader.reads.known_are(30.0, []) == [], "it may land"
+    reader.reads.ended(ONE, "")
+    assert reader.reads.known_are(31.0, []) == reader.reads.known_are(35.0, []) == []
+    assert reader.reads.known_are(35.5, ["p"]) == reader.reads.known_are(36.0, []) == [], "it is back for a moment"
+    assert reader.reads.known_are(40.9, []) == []
+    assert reader.reads.known_are(41.0, []) == [DropPeer("p")] and reader.reads.known_are(99.0, []) == []
+    reader.reads.claim(99.0, TWO, HOLD, DIGEST, [1, 2, 3], 1, 60.0)
+    assert isinstance(reader.receive(99.0, "p", m.HoldGrant(TWO, HOLD, [4, 5, 6]))[0], ReadHold), "it was not dead"
+    reader.reads.ended(TWO, "")
+    assert reader.reads.known_are(100.0, []) == [] and reader.reads.known_are(105.0, []) == [DropPeer("p")]
+
+
 # Through `PeerProtocol`.
 
 
@@ -284,11 +303,12 @@ def both():
 
 
 class Meeting:
-    """A prefill and decode engine `d` that has met another one, `e`, in both roles, and reads a hold of it."""
+    """A prefill and decode engine `d` that has met another one, `e`, in all its roles, and reads a hold of it."""
 
-    def __init__(self):
+    def __init__(self, role=m.Role.BOTH):
         self.now = 0.0
-        us, self.e = (msgspec.structs.replace(D, role=m.Role.BOTH, incarnation=name) for name in ("d", "e"))
+        us, self.e = (msgspec.structs.replace(D, role=one, incarnation=name)
+                      for name, one in (("d", m.Role.BOTH), ("e", role)))
         config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
         self.protocol = PeerProtocol(config, us, b"memory", lambda: self.now)
         self.listed(self.e)
@@ -340,6 +360,37 @@ def test_b102_ranks_of_an_engine_of_both_roles_forget_no_peer_that_they_read_fro
     one.protocol.read_ended(one.attempt, "")
     sent = [action.message for action in drain(one.protocol) if isinstance(action, ToDecode)]
     assert one.events() == [Prefilled(one.attempt, m.Timings()), DropPeer("e")] and sent == [one.protocol.hello]
+
+
+def test_b102_ranks_keep_a_p_that_may_write_here():
+    one = Meeting(m.Role.PREFILL)
+    one.granted()
+    one.protocol.read_ended(one.attempt, "")
+    one.listed(one.e)
+    attempt = one.protocol.next_attempt("r")
+    one.protocol.submit(attempt, TOKENS, [4, 5, 6], 0)
+    one.protocol.receive(MessageSource.PREFILL, "e", m.Claim(attempt, 1))
+    one.now += 0.5
+    one.listed()
+    one.passes(100.0)
+    assert DropPeer("e") not in one.events()
+    one.protocol.receive(MessageSource.PREFILL, "e", m.Stopped(attempt, 1))
+    one.passes(8.0)
+    assert one.events() == [Released(attempt), DropPeer("e")]
+
+
+def test_b102_ranks_keep_a_p_that_is_needed_otherwise():
+    one = Meeting()
+    one.granted()
+    one.protocol.read_ended(one.attempt, "")
+    one.events()
+    one.listed()
+    for _ in range(4):  # it is not in the registry, but claims of it say that it lives
+        one.passes(4.0)
+        one.protocol.receive(MessageSource.DECODE, "e", m.HoldDone(one.attempt, one.hold))
+        assert one.events() == []
+    one.passes(12.0)
+    assert set(one.events()) == {DropPeer("e")}
 
 
 def test_b102_a_dead_peer_is_dropped_when_the_read_of_its_hold_has_ended():

@@ -751,6 +751,9 @@ class PeerProtocol:
         cluster.next_heartbeat = now + cluster.heartbeat_s
         if self._own_jobs is not None:
             self._own_jobs.heartbeat(self._decode.uncomputed())
+        listed = {member.incarnation for member in cluster.members()}
+        needed = self._decode.busy_peers() | self._prefill.peers().keys() | self._parted
+        self._do(self._decode.reads.known_are(now, listed | needed))
         if not self.state.left:
             self._credits.send_again()
             self._outbox.append(ToBroker(m.Register(self.state.entry(), cluster.broker, cluster.version)))

@@ -13,6 +13,7 @@ a record reads nothing, and never will, for its number is used once. So a questi
 The claim is repeated while D reads, and P's answer renews the lease: a P that is silent for that long has lost the
 attempt, whatever its memory still gives.
 """
+from collections.abc import Iterable
 from enum import Enum
 
 from vllm_pd.core import messages as m
@@ -76,6 +77,7 @@ class HoldReads:
         self._metadata: dict[str, bytes] = {}  # by P, of those that have greeted us
         self._read_from: set[str] = set()  # the Ps that our ranks know
         self._leaving: set[str] = set()  # those of them that are gone, to be dropped when no read is open
+        self._missing: dict[str, float] = {}  # those of them that nobody has known since then, and that are not read
 
     # Calls of the engine.
 
@@ -138,6 +140,16 @@ class HoldReads:
         if peer in self._read_from:
             self._leaving.add(peer)
         return self._drop_leaving(peer)
+
+    def known_are(self, now: float, known: Iterable[str]) -> list[Action]:
+        """These engines are in the registry, or not to be forgotten for another reason. Our ranks forget a P that has
+        not been among them for as long as a claim waits, and that nothing is read from: its death may never be seen.
+        If it lives, the next read has them add it."""
+        idle = self._read_from.difference(known, self.peers())
+        self._missing = {peer: self._missing.get(peer, now) for peer in idle}
+        gone = [peer for peer, since in self._missing.items() if now >= since + self.claim_wait_s]
+        self._read_from.difference_update(gone)
+        return [DropPeer(peer) for peer in gone]
 
     def knows(self, peer: str) -> bool:
         """Whether it can be read from."""
