@@ -48,8 +48,12 @@ _vllm_pd_test_packages() { # prints those without which single tests are skipped
     command -v spin >/dev/null || echo spin
 }
 
+_vllm_pd_can_install() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null
+}
+
 _vllm_pd_install() {
-    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+    _vllm_pd_can_install || return 1
     echo "vllm-pd: installing system packages: $* ..." >&2
     { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install --no-install-recommends "$@"; } >/dev/null
 }
@@ -59,12 +63,16 @@ _vllm_pd_system() {
     local packages tried=${VLLM_PD_CACHE:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/vllm-pd}/test-packages-tried
     packages=$(_vllm_pd_missing_packages | tr '\n' ' ')
     if [ -n "$packages" ] && ! _vllm_pd_install $packages; then
-        echo "vllm-pd: missing system packages; as root: apt-get install -y $packages" >&2
+        if _vllm_pd_can_install; then
+            echo "vllm-pd: apt-get could not install $packages(its reason is above)" >&2
+        else
+            echo "vllm-pd: missing system packages; as root: apt-get install -y $packages" >&2
+        fi
         return 1
     fi
     packages=$(_vllm_pd_test_packages | tr '\n' ' ')
-    # A failure is not repeated for a day.
-    [ -n "$packages" ] && [ -z "$(find "$tried" -mtime -1 2>/dev/null)" ] || return 0
+    # A failure is not repeated for a day, but where the tests need them.
+    [ -n "$packages" ] && { [ -n "${CI:-}" ] || [ -z "$(find "$tried" -mtime -1 2>/dev/null)" ]; } || return 0
     if ! _vllm_pd_install $packages; then
         echo "vllm-pd: some tests are skipped without these; as root: apt-get install -y $packages" >&2
         { mkdir -p "${tried%/*}" && touch "$tried"; } 2>/dev/null

@@ -32,6 +32,8 @@ FAST = {
 WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2}
 FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")
+# Options of which each folder's pytest would spoil what another does, or that say nothing to it.
+OF_ONE_PYTEST = ("--basetemp", "--junitxml", "--junit-xml", "--ignore", "--ignore-glob")
 
 
 def main() -> int:
@@ -41,6 +43,9 @@ def main() -> int:
     which.add_argument("--fast", action="store_true", help="series, unit, proof, and one prompt through two engines")
     which.add_argument("--all", action="store_true", help="with the heavy proofs of docs/testing.md")
     chosen, options = parser.parse_known_args()
+    for option in options:
+        if option.partition("=")[0] in OF_ONE_PYTEST:
+            parser.error(f"{option} can't be used: name what is to run, below tests/: each folder has its own pytest")
     lanes = {lane: [f"tests/{name}" for name in names] for lane, names in (FAST if chosen.fast else LANES).items()}
     if not chosen.all:
         options = [*NOT_HEAVY, *options]

@@ -18,11 +18,11 @@ v1='' others='' before=''
 for argument in "$@"; do
     path=${argument#./}
     case $before:${path#"$PWD"/} in
-        --ignore:* | --ignore-glob:* | --deselect:* | --rootdir:* | --confcutdir:*) ;; # the value of an option
+        --ignore:* | --ignore-glob:* | --deselect:* | --rootdir:* | --confcutdir:* | --basetemp:* | --junit*xml:* | --log-file:* | -c:*)
+            ;; # the value of an option
         *:tests/v1 | *:tests/v1/*) v1=$argument ;;
         *:tests | *:tests/) v1=tests/v1 others=$argument ;;
         *:tests/*) others=$argument ;;
-        -*:/*) ;; # the value of an option, as that of --junitxml
         *:/*/tests/v1 | *:/*/tests/v1/*) v1=$argument ;;
         *:/*) others=$argument ;;
     esac

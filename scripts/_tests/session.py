@@ -85,7 +85,7 @@ class Session:
                 if self._errors:
                     raise self._errors[0]
                 self._second_tries(self._again)
-                if not self._passed and not self.red:
+                if not (self._passed or self.red or {"--collect-only", "--co"} & {*self.options}):
                     self.red.append("no test has passed: see what the arguments choose, and why tests are skipped")
             except BaseException as error:
                 self._stop(threads)

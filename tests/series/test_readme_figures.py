@@ -27,20 +27,22 @@ def served(name: str, arm: str, figure: str) -> float:
     return table[arm]["figures"][figure]["median"]
 
 
-def itl(name: str, *figures: str) -> Iterator[str]:
-    """These two figures of the arms that the README compares, in ms."""
-    for arm in ("pd", "mixed-rr", "chunked-256", "chunked-64", "alone"):
-        yield " / ".join(f"{served(name, arm, f'short.{figure}'):,.0f}" for figure in figures)
+def short(name: str, figure: str, first: str = "") -> Iterator[str]:
+    """This figure of the short prompts with each arm that the README compares, in ms."""
+    found = {arm: f"{served(name, arm, f'short.{figure}'):,.0f}"
+             for arm in ("pd", "mixed-rr", "chunked-256", "chunked-64", "alone")}
+    yield f"| {found['pd']} ms | two mixed engines {first}{found['mixed-rr']} ms; "
+    yield f" {found['chunked-256']} / {found['chunked-64']} ms; without long prompts {found['alone']} ms |"
 
 
-def ttft(name: str) -> Iterator[str]:
-    """TTFT of short prompts in ms and of long ones in s. The p99 of so few short prompts is the longest."""
-    for arm in ("pd", "mixed-rr", "chunked-64"):
-        yield f"{served(name, arm, 'short.ttft_ms.p50'):,.0f} ms"
-        yield f"{served(name, arm, 'long.ttft_ms.p50') / 1000:.2f} s"
-        if arm != "pd":
-            words = "longest of a round " if arm == "mixed-rr" else ""
-            yield f"({words}{served(name, arm, 'short.ttft_ms.p99'):,.0f} ms)"
+def ttft(name: str, group: str) -> Iterator[str]:
+    """TTFT: of short prompts in ms, where the p99 of so few is the longest; of long ones in s."""
+    for arm, said in (("pd", "| "), ("mixed-rr", "two mixed engines "), ("chunked-64", "chunked 64: ")):
+        if group == "short":
+            p50, longest = (served(name, arm, f"short.ttft_ms.{which}") for which in ("p50", "p99"))
+            yield f"{said}{p50:,.0f} and {longest:,.0f} ms"
+        else:
+            yield f"{said}{served(name, arm, 'long.ttft_ms.p50') / 1000:.2f} s"
 
 
 def chaos() -> Iterator[str]:
@@ -121,15 +123,20 @@ def step(verdict: dict) -> Iterator[str]:
 
 
 FILED: dict[str, Callable[[], Iterator[str]]] = {
-    "longest pause of an answer while long prompts arrive": lambda: itl("serve_v1.json", "pause_ms.p90", "itl_ms.p99"),
-    "the same on V0, a long prompt every 12 s": lambda: itl("serve_pause_v0.json", "pause_ms.p90", "itl_ms.p99"),
+    "longest pause of an answer while long prompts arrive": lambda: short(
+        "serve_v1.json", "pause_ms.p90", "on the same cores "),
+    "ITL p99 in the same runs, V1": lambda: short("serve_v1.json", "itl_ms.p99"),
+    "longest pause on V0": lambda: short("serve_pause_v0.json", "pause_ms.p90"),
+    "ITL p99 in the same runs, V0": lambda: short("serve_pause_v0.json", "itl_ms.p99"),
     "longest pause of a running answer": pauses,
     "73 kills": chaos,
     "V1: the decode engine is stopped": stopped_decode_engine,
     "prompt tokens that are prefix hits": hits,
     "dummy forward passes": dummies,
-    "TTFT (p50) of short prompts / of those of about 1,300 tokens, V1": lambda: ttft("serve_v1.json"),
-    "the same on V0, TTFT": lambda: ttft("serve_pause_v0.json"),
+    "TTFT of short prompts in the first runs above": lambda: ttft("serve_v1.json", "short"),
+    "TTFT of prompts of about 1,300 tokens, p50, V1": lambda: ttft("serve_v1.json", "long"),
+    "TTFT of short prompts, V0's runs above": lambda: ttft("serve_pause_v0.json", "short"),
+    "TTFT of prompts of about 1,300 tokens, p50, V0": lambda: ttft("serve_pause_v0.json", "long"),
     "TTFT of a remote prompt": demo,
     "router, added": routers,
     "control plane:": lambda: control_plane(read("v1_figures.json")["handover, workers that spin less"]),

@@ -334,10 +334,16 @@ def test_a_path_runs_in_its_environment(test_sh, arguments, engine):
 
 
 @pytest.mark.parametrize("arguments", [
-    [], ["--fast"], ["--junitxml", "/r.xml"], ["--ignore", "tests/v1"], ["--fast", "--basetemp", "/tmp/b", "-k", "x"],
+    [], ["--fast"], ["--junitxml", "/r.xml"], ["--ignore", "tests/v1"], ["--fast", "-c", "/tmp/b", "-k", "x"],
 ])  # fmt: skip
 def test_the_value_of_an_option_is_no_path(test_sh, arguments):
     assert test_sh(*arguments) == (0, " ".join(["v0 scripts/run_tests.py", *arguments]))
+
+
+@pytest.mark.parametrize("option", ["--ignore=tests/v1", "--junitxml=/r.xml", "--basetemp=/tmp/b"])
+def test_an_option_of_one_pytest_is_refused_for_many(option):
+    done = subprocess.run([sys.executable, "scripts/run_tests.py", option], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and f"error: {option} can't be used: name what is to run" in done.stderr
 
 
 @pytest.mark.parametrize("arguments, named", [

@@ -123,6 +123,8 @@ def test_env_installs_all_that_is_missing_on_debian(machine):
 
 def test_env_refuses_without_a_package_that_it_needs(machine):
     assert machine("git") == (1, ["vllm-pd: missing system packages; as root: apt-get install -y g++ "], [])
+    status, said, _ = machine("git", apt_get=100)
+    assert (status, said[-1]) == (1, "vllm-pd: apt-get could not install g++ (its reason is above)")
 
 
 @pytest.mark.parametrize("script, work", [(convert_model, "convert"), (tiny_model, "make")])

@@ -208,7 +208,9 @@ def _router_args(options: UpOptions) -> RouterArgs:
     if options.router_args and not options.router:
         raise ConfigError("--router-args", options.router_args, "they are the router's: add --router, or leave them "
                           "out")
-    return parse_router_args(options.router_args) if options.router else RouterArgs()
+    if not options.router:
+        return RouterArgs()
+    return parse_router_args(options.router_args, value_of("--api-key", options.serve_args))
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:

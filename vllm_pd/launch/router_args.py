@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the router that `vllm-pd up --router` starts, checked as `vllm-pd router` itself checks them."""
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import typer
 
@@ -25,9 +25,9 @@ class RouterArgs:
     options: RouterOptions = RouterOptions()
 
 
-def parse_router_args(text: str) -> RouterArgs:
-    """The options in this text, which is split as in a shell; none in an empty text. Raises ConfigError for one that is
-    unknown, wrong or set by `up`."""
+def parse_router_args(text: str, api_key: str | None = None) -> RouterArgs:
+    """The options in this text, which is split as in a shell; none in an empty text. `api_key` is the engines', which
+    the router gets, too. Raises ConfigError for an option that is unknown, wrong or set by `up`."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -36,8 +36,13 @@ def parse_router_args(text: str) -> RouterArgs:
         flag = word.partition("=")[0]
         if flag in OURS:
             raise ConfigError(f"{FLAG} {flag}", None, f"`up` sets it: use {OURS[flag]}")
+
+    def check(options: RouterOptions, policy: RoutingPolicyConfig) -> RouterOptions:
+        policy.check()
+        return (replace(options, api_key=api_key) if options.api_key is None else options).checked()
+
     app = typer.Typer(add_completion=False)
-    app.command()(takes_settings(_check))
+    app.command()(takes_settings(check))
     try:
         checked = typer.main.get_command(app).main(list(words), prog_name=FLAG, standalone_mode=False)
     except _UsageError as error:
@@ -46,8 +51,3 @@ def parse_router_args(text: str) -> RouterArgs:
     if not isinstance(checked, RouterOptions):  # --help was written, and has ended the command
         raise ConfigError(FLAG, text, "write options; `vllm-pd router --help` lists them")
     return RouterArgs(words, checked)
-
-
-def _check(options: RouterOptions, policy: RoutingPolicyConfig) -> RouterOptions:
-    policy.check()
-    return options.checked()
