@@ -44,3 +44,11 @@ class TransferError(PDError):
 
 class ControlError(PDError):
     """The control thread can't start or has ended."""
+
+
+class OtherProtocol(ControlError):
+    """What listens at an address has another protocol version than this program."""
+
+    def __init__(self, kind: str, address: str, ours: int, theirs: int):
+        super().__init__(f"protocol differs: this program has {ours}, the {kind} at {address} has {theirs}: install "
+                         "one release of vllm-pd at both")

@@ -72,7 +72,8 @@ def test_b42_each_reason_why_a_broker_can_not_be_asked_has_its_cure(monkeypatch)
         asked.start()
         [newer] = doctor.check_peers(f"tcp://127.0.0.1:{port}")
         asked.join(60)
-    assert f"protocol differs: ours is '{PROTOCOL}', theirs is '{PROTOCOL + 1}'" in newer.fact
+    assert (f"protocol differs: this program has {PROTOCOL}, the broker at tcp://127.0.0.1:{port} has {PROTOCOL + 1}"
+            in newer.fact)
     assert "install one release" in newer.cure
 
 

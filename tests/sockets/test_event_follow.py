@@ -243,6 +243,17 @@ def test_b61_no_more_of_a_snapshot_is_kept_than_an_engine_can_hold(monkeypatch):
     assert not follower.live and len(follower._runs) == 2 and not told.replaced
 
 
+@pytest.mark.parametrize("runs", [(), (m.BlockStored([], None, [], 4), )], ids=["none", "empty"])
+def test_b61_a_part_of_a_snapshot_without_blocks_is_not_used(runs):
+    """Any number of them could be kept, and be waited for."""
+    wire, counters = Wire(), Counter()
+    follower = SideFollower(wire, Told(), counters, 0.0)
+    for message in (m.EngineReport("e", 5, 4, m.EngineLoad()), m.SnapshotPart(1, "e", 5, 0, 3, list(runs))):
+        wire.messages.append([m.encode(message)])
+        follower.turn(0.0)
+    assert not follower._runs and counters["snapshot_parts_unused"] == 1
+
+
 @pytest.mark.parametrize("lost", [{0}, {7}, {5, 9}])
 def test_b61_what_the_publisher_itself_has_lost_is_not_waited_for(lost):
     """What is known from before can't be trusted then."""

@@ -128,17 +128,19 @@ def test_what_nobody_claims_ends_by_time_and_what_is_claimed_never(holder):
     assert HoldEnded(HOLD, HoldEnd.LOST) in holder.peer_dead(301.0, "d")
 
 
-def test_b102_claimed_blocks_are_counted_once_each_from_the_claim_to_the_end(holder):
+def test_b102_blocks_whose_read_lasts_are_counted_once_each_until_its_end(holder):
+    """A read that ends in time is none of them."""
     other = m.Attempt("p", "random", 8)
     holder.holds.add(0.0, other, DIGEST, [6, 7])
-    assert holder.holds.claimed_blocks() == 0
-    for attempt, hold, counted in ((ONE, HOLD, 3), (ONE, HOLD, 3), (TWO, HOLD, 3), (TWO, other, 4)):
+    for attempt, hold, counted in ((ONE, HOLD, 0), (ONE, HOLD, 3), (TWO, HOLD, 3), (TWO, other, 4)):
         holder.receive(1.0, "d", claim(attempt, hold))
-        assert holder.holds.claimed_blocks() == counted
-    holder.receive(2.0, "d", m.HoldDone(ONE, HOLD))
-    assert holder.holds.claimed_blocks() == 2
-    holder.peer_dead(3.0, "d")
-    assert holder.holds.claimed_blocks() == 0 and not holder.holds._claimed
+        if counted:
+            holder.handle_timeout(2.5)  # D is asked
+        assert holder.holds.lasting_blocks() == counted
+    holder.receive(11.0, "d", m.HoldDone(ONE, HOLD))
+    assert holder.holds.lasting_blocks() == 2
+    holder.peer_dead(12.0, "d")
+    assert holder.holds.lasting_blocks() == 0 and not holder.holds._lasting
 
 
 def test_a_d_that_is_silent_keeps_its_connection_while_it_may_read(holder):
@@ -443,7 +445,7 @@ def test_b102_b10_what_nobody_has_claimed_makes_room(holder):
     assert holder.holds.make_room(16.5) == []
     (denied,) = holder.receive(16.6, "d", claim(TWO, old))
     assert denied.message.reason is m.DenyReason.UNKNOWN
-    assert HoldEnded(last, HoldEnd.EXPIRED) in holder.handle_timeout(17.0)
+    assert HoldEnded(last, HoldEnd.CLOSED) in holder.handle_timeout(17.0)
     assert holder.holds.make_room(1e6) == [] and holder.holds.states() == {HOLD: ONE}
 
 

@@ -685,7 +685,10 @@ def test_b20_reads_count_what_decode_engines_have_claimed(pair):
     assert pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
     pair.d.claim_hold(pair.d.next_attempt("r"), hold, b"digest", blocks, 0, 60.0)
     pair.pump()
-    assert pair.p.claimed_blocks() == len(blocks)
+    assert pair.p.lasting_hold_blocks() == 0, "the read has just begun"
+    pair.clock.now += 2.0
+    pair.p.handle_timeout()
+    assert pair.p.lasting_hold_blocks() == len(blocks)
     assert not pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
 
 

@@ -22,7 +22,7 @@ class FakeEngineJobs(PrefillHandover):
     def __init__(self) -> None:
         config = SimpleNamespace(max_prefill_jobs=8, job_order=JobOrder(8, 100, 30), prefix_reads="never",
                                  is_two_sided=False, max_parked_fraction=0.5)
-        super().__init__(config, SimpleNamespace(set_credits=lambda *_: None, claimed_blocks=lambda: 0,
+        super().__init__(config, SimpleNamespace(set_credits=lambda *_: None, lasting_hold_blocks=lambda: 0,
                                                  state=SimpleNamespace(has_other_weights=False)),
                          PrefillCapacity(16, 1000, 1, 1, True, STEP, 100), SimpleNamespace(),
                          SimpleNamespace(tokens_per_s=0))

@@ -185,7 +185,7 @@ class Node:
     def may_write(self, attempt: Attempt) -> bool:
         return True
 
-    def claimed_blocks(self) -> int:
+    def lasting_hold_blocks(self) -> int:
         return 0
 
     def sent(self, attempt: Attempt, timings: Timings) -> None:

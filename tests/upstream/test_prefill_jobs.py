@@ -42,7 +42,7 @@ class Agent:
 
     lease_stands = may_write
 
-    def claimed_blocks(self) -> int:
+    def lasting_hold_blocks(self) -> int:
         return 0
 
     def __getattr__(self, name: str):

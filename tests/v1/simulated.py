@@ -159,7 +159,7 @@ class FakeProtocol:
     def make_room(self):
         self.rooms += 1
 
-    def claimed_blocks(self):
+    def lasting_hold_blocks(self):
         return self.claimed_here
 
     def drop_hold(self, hold):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """B102 on V1's real schedulers: a prefill engine keeps a prompt, a decode engine reads it."""
+from types import SimpleNamespace
+
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -217,6 +219,47 @@ def test_b102_b10_an_engine_that_needs_blocks_ends_what_nobody_has_claimed(holde
     assert holder.protocol.rooms and "long" not in holder.ended
     holder.tell(HoldEnded(hold, HoldEnd.CLOSED))
     finish(holder)
+
+
+def test_b102_b10_a_prompt_whose_grammar_is_there_waits_for_blocks_too(holder):
+    """V1 keeps it with those that wait for their grammar until it begins."""
+    add(holder, "a", prompt(28 * BLOCK_SIZE), ASKS, count=1)
+    holder.scheduler.structured_output_manager = SimpleNamespace(
+        grammar_init=lambda request: None, grammar_bitmask=lambda *_: None, should_advance=lambda request: False)
+    holder.add("guided", prompt(45 * BLOCK_SIZE), params=SamplingParams(
+        max_tokens=4, temperature=0, ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="a*")))
+    for _ in range(5):
+        holder.turn()
+    assert holder.protocol.rooms == 0
+    holder.scheduler.requests["guided"].structured_output_request.grammar = object()
+    holder.run()
+    assert holder.protocol.rooms
+
+
+def test_b102_blocks_that_come_free_with_a_step_in_flight_need_no_room(model_folder):
+    engine = Engine(model_folder, 2, role="kv_producer", max_parked_fraction=0.5)
+    add(engine, "kept", prompt(20 * BLOCK_SIZE), ASKS, count=1)
+    engine.add("gone", prompt(30 * BLOCK_SIZE), 4)
+    engine.turn()
+    engine.add("next", prompt(35 * BLOCK_SIZE), 2)
+    engine.turn()
+    engine.abort("gone")
+    engine.turn()
+    assert engine.scheduler.defer_block_free and engine.protocol.rooms == 0
+    engine.run()
+    assert "next" in engine.ended and engine.protocol.rooms == 0
+    engine.tell(*(HoldEnded(one, HoldEnd.DONE) for one in engine.protocol.held))
+    finish(engine)
+
+
+def test_b102_a_job_that_is_refused_begins_no_wave(holder):
+    """The other ranks of a group rest."""
+    add(holder, "a", prompt(30 * BLOCK_SIZE), ASKS, count=1)
+    holder.protocol.claimed_here, waves = 30, holder.binding._access.waves
+    holder.binding._access.engines_running = False
+    job = holder.job(prompt(40 * BLOCK_SIZE))
+    holder.run()
+    assert ("failed", job) in holder.protocol.calls and holder.binding._access.waves == waves
 
 
 def test_b102_what_is_parked_needs_no_room(model_folder, in_flight):

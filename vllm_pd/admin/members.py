@@ -57,7 +57,7 @@ class Access:
 def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
                  key: str = "--broker", context: zmq.Context | None = None) -> MemberList:
     """Ask the broker for its engines. `context` is as for `Call`. Raises ConfigError, naming `key`, for an invalid
-    address, ControlError without an answer in time, PeerMismatch where the broker has another protocol version."""
+    address, ControlError without an answer in time, OtherProtocol where the broker has another protocol version."""
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:

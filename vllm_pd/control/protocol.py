@@ -361,9 +361,10 @@ class PeerProtocol:
         self._do(self._prefill.holds.close_unclaimed())
 
     @_locked
-    def claimed_blocks(self) -> int:
-        """How many blocks decode engines may read here. They come free with the messages or deaths of these."""
-        return self._prefill.holds.claimed_blocks()
+    def lasting_hold_blocks(self) -> int:
+        """How many blocks decode engines have claimed here and not read for some time. They come free with the messages
+        or deaths of these."""
+        return self._prefill.holds.lasting_blocks()
 
     @_locked
     def close_holds(self) -> None:

@@ -41,6 +41,8 @@ class _Hold:
         self.digest = digest
         self.block_ids = block_ids
         self.reader: m.Attempt | None = None  # the attempt that has claimed it
+        self.is_cut = False  # its time was shortened
+        self.lasts = False  # its D was asked whether it still reads
         self.due = self.wait_s = 0.0  # when its time is over, or D is asked; how long before that this was settled
 
 
@@ -54,7 +56,7 @@ class Holds:
         self._holds: dict[m.Attempt, _Hold] = {}
         self._queues: dict[float, dict[m.Attempt, None]] = {}  # by `wait_s`: names in the order of `due`
         self._read_by: dict[str, dict[m.Attempt, None]] = {}  # by incarnation: the names of what a D has claimed
-        self._claimed: collections.Counter[int] = collections.Counter()  # in how many claimed holds each block is
+        self._lasting: collections.Counter[int] = collections.Counter()  # in how many holds that last each block is
 
     # Calls of the engine.
 
@@ -69,6 +71,7 @@ class Holds:
     def drain(self, now: float) -> None:
         """The engine drains: what nobody has claimed lasts `drain_s` more, at most."""
         for hold in [one for one in self._unclaimed() if one.due > now + self.limits.drain_s]:
+            hold.is_cut = True
             self._wait(now, hold, self.limits.drain_s)
 
     def make_room(self, now: float) -> list[Action]:
@@ -108,8 +111,6 @@ class Holds:
         if reason is not None:
             self.dropped["hold_" + reason.value] += 1
             return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, reason))]
-        if hold.reader is None:
-            self._claimed.update(hold.block_ids)
         hold.reader = message.attempt
         self._read_by.setdefault(sender, {})[hold.name] = None
         self._wait(now, hold, self.limits.query_s)
@@ -138,7 +139,8 @@ class Holds:
         """Do what is due."""
         actions: list[Action] = []
         for hold in self._due(now):
-            actions += self._end(hold, HoldEnd.EXPIRED) if hold.reader is None else self._query(now, hold)
+            end = HoldEnd.CLOSED if hold.is_cut else HoldEnd.EXPIRED
+            actions += self._end(hold, end) if hold.reader is None else self._query(now, hold)
         return actions
 
     def next_timeout(self) -> float | None:
@@ -156,9 +158,10 @@ class Holds:
         """The incarnations of the decode engines that may read here."""
         return set(self._read_by)
 
-    def claimed_blocks(self) -> int:
-        """How many blocks the decode engines may read; one that several holds share counts once."""
-        return len(self._claimed)
+    def lasting_blocks(self) -> int:
+        """How many blocks decode engines have claimed and not read within `query_s`; one that several holds share
+        counts once."""
+        return len(self._lasting)
 
     def states(self) -> dict[m.Attempt, m.Attempt | None]:
         """All holds, and the attempts that have claimed them."""
@@ -181,6 +184,9 @@ class Holds:
         return [hold for hold in self._holds.values() if hold.reader is None]
 
     def _query(self, now: float, hold: _Hold) -> list[Action]:
+        if not hold.lasts:
+            hold.lasts = True
+            self._lasting.update(hold.block_ids)
         self._wait(now, hold, min(self.limits.query_max_s, 2 * hold.wait_s))
         return [ToDecode(hold.reader.incarnation, m.HoldQuery(hold.reader, hold.name))]
 
@@ -189,10 +195,10 @@ class Holds:
         self._take_out(hold.name, hold.wait_s, self._queues)
         if hold.reader is not None:
             self._take_out(hold.name, hold.reader.incarnation, self._read_by)
-            for block_id in hold.block_ids:
-                self._claimed[block_id] -= 1
-                if not self._claimed[block_id]:
-                    del self._claimed[block_id]
+        for block_id in hold.block_ids if hold.lasts else ():
+            self._lasting[block_id] -= 1
+            if not self._lasting[block_id]:
+                del self._lasting[block_id]
         return [HoldEnded(hold.name, end)]
 
     def _wait(self, now: float, hold: _Hold, wait_s: float) -> None:

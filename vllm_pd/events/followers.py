@@ -201,7 +201,8 @@ class SideFollower:
     def _on_part(self, now: float, part: m.SnapshotPart) -> None:
         tokens = self._received_tokens + sum(len(run.token_ids) for run in part.runs)
         if (self._asked_at is None or part.number != self._number or part.epoch != self.epoch
-                or part.first_block != self._received or tokens > MAX_SNAPSHOT_TOKENS):
+                or part.first_block != self._received or tokens > MAX_SNAPSHOT_TOKENS
+                or not all(run.block_hashes for run in part.runs) or not (part.runs or part.total_blocks == 0)):
             self._counters["snapshot_parts_unused"] += 1
             return
         self._part_at = now

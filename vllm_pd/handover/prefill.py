@@ -150,7 +150,7 @@ class PrefillHandover(ABC):
     @property
     def _lasting_blocks(self) -> int:
         """How many blocks may be set aside for as long as both this engine and a peer live."""
-        return self.unproven_blocks + self.quarantined_blocks + self._protocol.claimed_blocks()
+        return self.unproven_blocks + self.quarantined_blocks + self._protocol.lasting_hold_blocks()
 
     @property
     def has_jobs(self) -> bool:
@@ -589,7 +589,7 @@ class PrefillHandover(ABC):
                        for one in self._jobs.values() if one.cancelled)
         lasting, needed = self._lasting_blocks + stopping, self._prompt_blocks(job.prefill)
         kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
-        new = needed - min(cached_blocks, self._protocol.claimed_blocks())
+        new = needed - min(cached_blocks, self._protocol.lasting_hold_blocks())
         if lasting and new > self._total_blocks - lasting - kept_free:
             raise ValueError(f"it needs {needed} blocks, and of {self._total_blocks} {lasting} are set aside until "
                              "transfers or peers have ended")

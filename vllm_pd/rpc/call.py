@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import zmq
 
 from vllm_pd.core import messages as m
-from vllm_pd.errors import ControlError, PeerMismatch
+from vllm_pd.errors import ControlError, OtherProtocol
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import SendResult
@@ -43,14 +43,14 @@ class Call:
                 and sockets.send(self._socket, codec.encode(self._name, message)) is SendResult.SENT)
 
     def answers(self, deadline: float) -> Iterator[tuple[str, m.Message]]:
-        """(sender, message) of each message that comes before the deadline. Raises PeerMismatch for one of another
+        """(sender, message) of each message that comes before the deadline. Raises OtherProtocol for one of another
         protocol version, ControlError for any other bad one."""
         while self._socket.poll(_left_ms(deadline)):
             try:
                 yield codec.decode(self._socket.recv_multipart())
             except codec.BadFrame as fault:
                 if fault.theirs is not None:
-                    raise PeerMismatch("protocol", str(m.PROTOCOL), str(fault.theirs)) from fault
+                    raise OtherProtocol(self._kind, self._address, m.PROTOCOL, fault.theirs) from fault
                 raise ControlError(f"what listens at {self._address} is no {self._kind}: {fault}") from fault
 
     def close(self) -> None:

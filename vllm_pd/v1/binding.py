@@ -80,7 +80,7 @@ class EngineHandover(HandoverEngine):
                                  transfer.execute if self.prefill_jobs is None
                                  else self.prefill_jobs.append_requests)
         self._step = self._processed_step = 0
-        self._brings_kv = self._has_new = False
+        self._brings_kv = self._has_new = self._lacks_room = False
         self._look_due = 0.0
         if config.is_two_sided:
             self.remote_prefills.send_grants = transfer.execute
@@ -93,13 +93,14 @@ class EngineHandover(HandoverEngine):
     # Calls of the connector.
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
-        """How many of the request's tokens after the `cached_tokens` come from a peer; None: ask again with the next
-        step. No effect on anything that the caller sees."""
+        """How many of the request's tokens after the `cached_tokens` come from a peer; None: ask again next step."""
         part = self.prefill_jobs if self._is_internal(request) else self.remote_prefills
-        return part.match(request, cached_tokens)
+        self._lacks_room = (found := part.match(request, cached_tokens)) is not None  # until it is `allocated`
+        return found
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, remote_tokens: int) -> None:
         """The request has these blocks; it is being parked where `remote_tokens` is more than 0."""
+        self._lacks_room = False
         part = self.prefill_jobs if self._is_internal(request) else self.remote_prefills
         part.allocated(request, blocks.get_block_ids()[0], remote_tokens)
 
@@ -180,7 +181,7 @@ class EngineHandover(HandoverEngine):
         """This step was scheduled. `throttled`: it was not to begin prefills, as none does that preempts."""
         scheduler, tokens = self._scheduler, output.total_num_scheduled_tokens
         self.remote_prefills.scheduled()
-        if tokens or (self._has_new and self._access.takes_requests):  # the other ranks may have begun a step for it
+        if tokens or (self._has_new and scheduler.requests and self._access.takes_requests):  # others may have begun it
             self._access.start_wave()
         self._has_new = False
         if tokens and self._timer is not None:
@@ -188,8 +189,8 @@ class EngineHandover(HandoverEngine):
         self.stalled = bool(not (tokens or throttled or output.preempted_req_ids or scheduler.running
                                  or scheduler.ec_connector is not None or scheduler.awaits_grammar())
                             and (len(self.fence) or self.remote_prefills.parked_ids()))
-        waits = scheduler.get_request_counts()[1] > len(scheduler.deferred_waiting)  # for blocks, or the end of a pause
-        if self.stalled and waits and scheduler.pause_state is PauseState.UNPAUSED:
+        lacks_room, self._lacks_room = self._lacks_room, False
+        if self.stalled and lacks_room and not scheduler.deferred_frees:  # of blocks that a step in flight may write
             self.protocol.make_room()
         if self._has_jobs():
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)

@@ -30,6 +30,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
         Required("Scheduler.deferred_waiting", "a request that begins anew leaves it; the others wait for blocks"),
+        Required("Scheduler.deferred_frees", "blocks in it will be free without any hold's end"),
         Required("Scheduler._inflight_prefills", "as deferred_waiting: no block is reserved for it"),
         Required("Scheduler.running", "asked whether a step would do anything; requests of ours change places in it"),
         Required("Scheduler.max_num_encoder_input_tokens", "0 for a model that takes text only"),
