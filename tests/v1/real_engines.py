@@ -190,8 +190,9 @@ class RealEngine:
     def stop(self) -> None:
         if not self._process.is_alive():
             return
-        self._connection.send(("quit", ))
-        self._process.join(60)
+        if any(one.status() != psutil.STATUS_ZOMBIE for one in self.processes()):  # else its client may wait for ever
+            self._connection.send(("quit", ))
+            self._process.join(60)
         if self._process.is_alive():
             kill([*self.processes(), psutil.Process(self._process.pid)])
 
