@@ -474,8 +474,8 @@ def test_b82_an_nkey_opens_the_server_and_nothing_else_does(tmp_path):
             assert stranger.line.send(m.Register(stranger.member)) is SendResult.UNREACHABLE
             stranger.close()
         access = Access(nats_credentials=good, nats_prefix="x", ttl_s=600.0)
-        census = list_members(server.url, timeout_s=60.0, access=access)
-        assert [one.incarnation for one in census.members] == [d.name]
+        listed = list_members(server.url, timeout_s=60.0, access=access)
+        assert [one.incarnation for one in listed.members] == [d.name]
         with pytest.raises(ControlError):
             list_members(server.url, access=Access(nats_credentials=bad, nats_prefix="x"))
         d.close()

@@ -24,7 +24,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from vllm_pd.admin.members import Access, MemberList, list_members
-from vllm_pd.errors import ConfigError, OtherProtocol, PDError, PeerMismatch
+from vllm_pd.errors import ConfigError, OtherProtocol, PDError
 from vllm_pd.installation import PLUGIN, World, check_installation, find_installation
 from vllm_pd.ports import require_free
 from vllm_pd.rpc.addresses import parse_endpoint
@@ -243,7 +243,7 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
 
 def _broker_cure(error: PDError, broker: str, access: Access) -> str:
     """What to do about a broker that can't be asked."""
-    if isinstance(error, OtherProtocol | PeerMismatch):
+    if isinstance(error, OtherProtocol):
         return "install one release of vllm-pd here and at the broker, and start the broker again"
     if NatsAddress.is_url(broker):
         return ("start a nats-server with JetStream there, and an engine; where they run, give --nats-credentials, "

@@ -9,8 +9,8 @@ import zmq
 
 from vllm_pd.config import PDConfig
 from vllm_pd.core import messages
-from vllm_pd.core.messages import PROTOCOL, Member, Peers, Refused
-from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
+from vllm_pd.core.messages import Member, Peers
+from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.options import Option
 from vllm_pd.rpc.addresses import parse_endpoint, parse_nats
 from vllm_pd.rpc.call import Call
@@ -77,8 +77,6 @@ def _ask(broker: str, keys: Keys | None, timeout_s: float, context: zmq.Context 
         if not call.say(messages.ListMembers(), deadline):
             raise ControlError(f"no broker answers at {broker}: there is none, or it has another key")
         for _, message in call.answers(deadline):
-            if isinstance(message, Refused):
-                raise PeerMismatch(message.key, str(PROTOCOL), message.ours)
             if isinstance(message, Peers):
                 return MemberList(tuple(message.members), message.queue_length)
     raise ControlError(f"what listens at {broker} does not answer")

@@ -181,7 +181,7 @@ class EngineHandover(HandoverEngine):
         """This step was scheduled. `throttled`: it was not to begin prefills, as none does that preempts."""
         scheduler, tokens = self._scheduler, output.total_num_scheduled_tokens
         self.remote_prefills.scheduled()
-        if tokens or (self._has_new and scheduler.requests and self._access.takes_requests):  # others may have begun it
+        if tokens or (self._has_new and scheduler.requests and self._access.takes_requests):  # other ranks may step
             self._access.start_wave()
         self._has_new = False
         if tokens and self._timer is not None:
