@@ -20,7 +20,7 @@ from vllm.utils import Device
 from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine, past
 from vllm_pd.events import messages as m
 from vllm_pd.events.journal import EventJournal, runs
-from vllm_pd.events.sink import BlockSink
+from vllm_pd.events.sink import BlockSink, Cleared
 from vllm_pd.v0.events import bind_sink, explainer, load_reader
 
 PROMPTS = [tuple(range(100, 117)), tuple(range(100, 112)) + tuple(range(200, 209)), tuple(range(300, 308)),
@@ -203,6 +203,16 @@ def test_b60_a_block_is_not_told_of_before_the_step_that_fills_it_is_over():
     engine.sink.begin_step()
     ops, _ = engine.sink.take(lambda: False)
     assert len(ops) == 4
+
+
+def test_b60_a_reset_is_one_change():
+    """B60: not one for each block, which would discard the whole queue for a pool of 100,000."""
+    engine = WatchedEngine()
+    engine.add("a", list(PROMPTS[0]))
+    engine.run()
+    assert len(engine.announced) == 5
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.sink.take(lambda: True) == ([Cleared.ALL], None)
 
 
 def test_b60_a_remote_prefill_is_told_of_when_it_has_arrived():

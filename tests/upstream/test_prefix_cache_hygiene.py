@@ -58,6 +58,23 @@ def test_b10_an_aborted_chunked_prefill_leaves_hits_on_computed_blocks_only(chun
     engine.check_at_rest()
 
 
+def test_b50_a_free_lists_no_hashes_while_every_block_is_computed(monkeypatch):
+    """B50: upstream's free does not list them, and each sequence is freed."""
+    engine = local(chunk=8)
+    listed = []
+    allocator = engine.manager.block_allocator
+    forget = allocator.forget_uncomputed_blocks
+    monkeypatch.setattr(allocator, "forget_uncomputed_blocks", lambda hashes: listed.append(hashes) or forget(hashes))
+    engine.add("a", TOKENS, max_tokens=1)
+    engine.run()
+    assert not listed
+    engine.add("b", TOKENS[::-1])
+    engine.step()
+    engine.abort("b")  # the guard: here they are needed
+    assert [len(hashes) for hashes in listed] == [6]
+    engine.check_at_rest()
+
+
 def test_b10_an_abort_does_not_disturb_another_request_with_the_same_prompt():
     """B10: two requests share registered blocks, one leaves between two chunks."""
     engine = local(chunk=8)

@@ -85,6 +85,17 @@ class TestParking:
         assert engine.step(finished_prefills=[attempt]) == []
         engine.check_at_rest()
 
+    def test_b25_progress_may_come_from_generators(self, engine):
+        """B25: schedule() takes any iterables, so it reads each of them once."""
+        aborted, failed = engine.park("a", PROMPT), engine.park("b", PROMPT[:8])
+        engine.write_remotely(aborted)
+        engine.abort("a")
+        engine.peers.wants_remote = lambda group: False
+        engine.step(finished_prefills=iter([aborted]), failed_prefills=iter([failed]), finished_transfers=iter([]))
+        engine.step(finished_transfers=iter([failed]))
+        engine.run()
+        engine.check_at_rest()
+
     def test_b21_a_failed_prefill_is_done_here_in_other_blocks(self, engine):
         """B21: before all that waits; the old blocks stay aside until no peer writes to them."""
         engine.peers.wants_remote = lambda group: not engine.peers.work
@@ -108,7 +119,8 @@ class TestParking:
             engine.add(name, [ord(name)] * 10)
         engine.step()
         attempts = [engine.attempt_of(name) for name in names]
-        engine.scheduler._apply_transfers([], attempts, attempts, {})
+        engine.scheduler._apply_prefills([], {}, attempts)
+        engine.scheduler._apply_transfers(attempts)
         assert [group.request_id for group in engine.scheduler.waiting] == names
         engine.finish()
 

@@ -11,11 +11,12 @@ gigabytes, so none are prepared, and a transfer goes in waves of about `WAVE_DES
 the last byte of the one before has landed, and the last one carries the notice. A transfer that is given up ends with
 its present wave.
 
-Measured on two cores without RDMA (UCX over CMA), with the consequences:
+Measured on two cores without RDMA (UCX over CMA; docs/benchmarks.md has the rates), with the consequences:
 
-- Neighbouring blocks: 7-11 GB/s, with prepared lists as well as with fresh lists of merged runs, and 3 GB/s unmerged.
-  Scattered blocks of 12 KiB: 2.8 GB/s either way, but creating the transfer takes 0.2 ms from prepared lists and 0.4 ms
-  otherwise. So lists are prepared once per peer, and a write only sorts its pairs so that NIXL can merge them.
+- Neighbouring blocks: 4 GB/s, with prepared lists as well as with fresh lists of merged runs, and a third of that
+  unmerged. Scattered blocks of 12 KiB: 2.5 GB/s either way, but creating the transfer takes 0.2 ms from prepared lists
+  and 0.4 ms otherwise. So lists are prepared once per peer, and a write only sorts its pairs so that NIXL can merge
+  them.
 - A run for each token: about 1 us each for 128 to 1,024 bytes, nearly all of it in UCX's put. Gathering the heads into
   staging memory first, and then writing whole blocks, took 0.2 to 0.7 of that. But it works in one direction only (the
   other one needs a scatter at the receiver, under the fence), and on a CUDA device it is a kernel beside the steps'.
