@@ -16,6 +16,7 @@ runs in a folder (--out). Exit status: 0 no regression, 1 regressions (named), 2
 import argparse
 import contextlib
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -29,7 +30,7 @@ from pathlib import Path
 import shadow_hub
 from _series.errors import Refusal
 from _upstream_tests import lists, results, runner, trees
-from _wheel import cache, process
+from _wheel import cache, process, project
 
 FORMAT = "2"  # of the kept results
 UNPATCHED, PATCHED = "unpatched", "patched"
@@ -140,6 +141,12 @@ def show(found: results.Comparison) -> None:
                 print("".join(f"      {line}\n" for line in tests[test].splitlines()[:8]), end="")
 
 
+def series_of(patches: Path) -> dict:
+    """The names of the patches, and the hash of the sums of all files that they touch."""
+    return {"patches": (patches / "series").read_text().split(),
+            "sums_sha256": hashlib.sha256((patches / "SHA256SUMS").read_bytes()).hexdigest()}
+
+
 def arguments() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,7 +156,7 @@ def arguments() -> argparse.ArgumentParser:
     trees.add_options(parser)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="pytest runs at a time (default 1)")
     parser.add_argument("--fresh", action="store_true", help="run the unpatched tree although its results are known")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison there, with the patches of it")
     parser.add_argument("--out", type=Path, metavar="DIR", default=cache.root() / "upstream_tests" / "last",
                         help="folder for trees, logs and junit files (default: in the cache folder)")
     return parser
@@ -181,7 +188,8 @@ def main() -> int:
     for comparison in found:
         show(comparison)
     if args.json:
-        args.json.write_text(json.dumps({c.list_name: c.as_dict() for c in found}, indent=2) + "\n")
+        series = {} if args.tree_b else series_of(project.ROOT / "patches")
+        args.json.write_text(json.dumps({**series, **{c.list_name: c.as_dict() for c in found}}, indent=2) + "\n")
     return 0 if all(comparison.good for comparison in found) else 1
 
 
