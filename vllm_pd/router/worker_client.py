@@ -9,6 +9,10 @@ more than twice what the fastest comparable router adds; the goal is at most twi
 Life of a connection: `request` returns a `WorkerResponse`. At its end the connection becomes idle, unless either side
 wants it closed. An idle connection is used again, or closed after `KEEP_ALIVE_S`. A response that is closed before its
 end closes its connection, so that the worker stops generating.
+
+What a worker sends beside bytes of a body has a bound, MAX_HEAD_BYTES: heads, interim responses, chunk extensions,
+trailers. It is counted as it comes, because the parser keeps a name or value until its end, and copies it at each read.
+Trailers are dropped. The connection of a worker that sends more than the answer is closed.
 """
 import asyncio
 import collections
@@ -30,7 +34,7 @@ from vllm_pd.router.workers import WorkerFailure
 KEEP_ALIVE_S = 4.0  # vLLM's server closes an idle connection after 5 s
 MAX_IDLE = 256  # idle connections to one worker
 MAX_BUFFERED_BYTES = 1 << 18  # received and not read yet; beyond, reading from the worker pauses
-MAX_HEAD_BYTES = 1 << 16
+MAX_HEAD_BYTES = 1 << 16  # of all that comes before, between or after the bytes of a body
 HEAD_START_S = 0.25  # of each address of a name before the next one (RFC 8305)
 STALE_S = 0.5  # within this after sending, the end of an idle connection means that it was closed before
 
@@ -176,8 +180,8 @@ class _WorkerConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._reply: WorkerResponse | None = None
-        self._headers: Headers = []
-        self._head_bytes = 0
+        self._headers: Headers = []  # of the head that is being received
+        self._bodiless_bytes = 0  # received since the request, or since the last byte of a body
         self._lost = False
         self.silent = True  # nothing has come since the last request
 
@@ -190,7 +194,7 @@ class _WorkerConnection(asyncio.Protocol):
         """Send a request: its head, then its body. The caller owns the response."""
         self._reply = reply = WorkerResponse(self)
         self._headers = []
-        self._head_bytes = 0
+        self._bodiless_bytes = 0
         self.silent = True
         self._transport.write(head + body if len(body) < MAX_HEAD_BYTES else head)
         if len(body) >= MAX_HEAD_BYTES:
@@ -221,10 +225,17 @@ class _WorkerConnection(asyncio.Protocol):
             self.abort()
             return
         self.silent = False
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._break(f"not HTTP/1.1: {error}")
+        rest = memoryview(data)
+        while rest:
+            piece = rest[:MAX_HEAD_BYTES + 1 - self._bodiless_bytes]
+            rest = rest[len(piece):]
+            self._bodiless_bytes += len(piece)
+            try:
+                self._parser.feed_data(piece)
+            except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+                return self._break(f"not HTTP/1.1: {error.__context__ or error}")
+            if self._bodiless_bytes > MAX_HEAD_BYTES:
+                return self._break(f"more than {MAX_HEAD_BYTES} bytes of headers, trailers or chunk extensions")
 
     def connection_lost(self, error: Exception | None) -> None:
         """The connection has ended, which may be the end of an answer without framing."""
@@ -243,23 +254,28 @@ class _WorkerConnection(asyncio.Protocol):
 
     # Called by httptools, see `httptools.HttpResponseParser`.
 
+    def on_message_begin(self) -> None:
+        """A response begins. Raises ValueError where its request was answered before."""
+        if self._reply is None:
+            raise ValueError("more than one answer")
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header was parsed. Raises ValueError where all headers together are too long."""
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise ValueError(f"the headers have more than {MAX_HEAD_BYTES} bytes")
-        self._headers.append((name.lower(), value))
+        """A header was parsed, or a trailer, which is dropped."""
+        if not self._reply.status:
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """All headers were parsed."""
+        """All headers were parsed. Raises ValueError for a status that HTTP does not have."""
         status = self._parser.get_status_code()
-        if status < 200:  # an interim response
-            self._headers = []
-        else:
-            self._reply.began(status, self._headers)
+        if not 100 <= status < 600:
+            raise ValueError(f"the status {status}")
+        headers, self._headers = self._headers, []
+        if status >= 200:  # else an interim response
+            self._reply.began(status, headers)
 
     def on_body(self, part: bytes) -> None:
         """A part of the body was parsed."""
+        self._bodiless_bytes = 0
         if self._reply.more(part) and not self._transport.is_closing():
             self._transport.pause_reading()
 
@@ -268,6 +284,7 @@ class _WorkerConnection(asyncio.Protocol):
         if self._parser.get_status_code() < 200:
             return
         reply, self._reply = self._reply, None
+        self._bodiless_bytes = 0
         keep = len(self._idle) < MAX_IDLE and self._owner.connections <= self._owner.max_connections
         if self._parser.should_keep_alive() and self.usable and keep:
             self._transport.resume_reading()

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers whose answers are made to do harm: heads without an end, and headers that come too late (B120, B81)."""
+import asyncio
+import contextlib
+
+import aiohttp
+import pytest
+
+from tests.fakes.faulty_engine import FaultyEngine, gone, serving
+from vllm_pd.router import worker_client
+
+MOST_SENT = 8 << 20  # by a hostile worker, if nothing ends it
+MOST_READ = 2 * worker_client.MAX_HEAD_BYTES + (1 << 18)  # what uvloop and asyncio read at once included
+PIECE = b"a" * 16384
+CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+BEGUN = CHUNKED + b"\r\n9\r\ndata: 1\n\n\r\n"
+EARLY = {  # what comes first, what then comes again and again: before the first byte of a body
+    "name": (b"HTTP/1.1 200 OK\r\nx", PIECE),
+    "value": (b"HTTP/1.1 200 OK\r\nx: ", PIECE),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n" * 1000),
+    "reason": (b"HTTP/1.1 200 ", PIECE),
+    "interim": (b"", b"HTTP/1.1 100\r\n\r\n" * 1000),
+    "interim headers": (b"", b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n" * 500),
+    "first extension": (CHUNKED + b"\r\n8;", PIECE),
+    "size": (CHUNKED + b"\r\n", b"0" * 16384),
+    "lines": (b"", b"\r\n" * 8192)}
+LATE = {
+    "extension": (BEGUN + b"8;", PIECE),
+    "trailer name": (BEGUN + b"0\r\nx", PIECE),
+    "trailer": (BEGUN + b"0\r\nx: ", PIECE),
+    "trailers": (BEGUN + b"0\r\n", b"x: y\r\n" * 1000)}
+
+
+class HostileEngine(FaultyEngine):
+    """Answers requests with `begin`, then with `piece` again and again, until its connection or MOST_SENT ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.piece, self.pause_s = b"", b"", 0.0
+        self.ended = 0  # connections that the router has ended
+
+    async def _answer(self, method, target, headers, body, reader, writer):
+        if not self.piece or method == "GET":
+            return await super()._answer(method, target, headers, body, reader, writer)
+        self.asked.append((target, headers, body))
+        writer.write(self.begin)
+        with contextlib.suppress(ConnectionError):
+            for _ in range(MOST_SENT // len(self.piece)):
+                writer.write(self.piece)
+                await writer.drain()
+                if self.pause_s and await gone(reader, self.pause_s):
+                    break
+            else:
+                return False
+        self.ended += 1
+        return False
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """The bytes that came from workers, by connection."""
+    counts = {}
+    receive = worker_client._WorkerConnection.data_received
+
+    def counting(connection, data):
+        counts[connection] = counts.get(connection, 0) + len(data)
+        receive(connection, data)
+
+    monkeypatch.setattr(worker_client._WorkerConnection, "data_received", counting)
+    return counts
+
+
+def failures(served, engine, kind):
+    return served.count("vllm:pd_router_worker_failures_total", worker=engine.url, kind=kind)
+
+
+@pytest.mark.parametrize("kind", EARLY)
+async def test_b120_a_head_without_an_end_is_read_for_64_kib_and_another_worker_answers(received, kind):
+    async with serving(2, make=HostileEngine) as (served, engines):
+        hostile = engines[0]
+        hostile.begin, hostile.piece = EARLY[kind]
+        while not hostile.asked:
+            answer = await served.ask()
+            assert answer.status == 200 and answer.json["from"] == engines[1].port
+        assert max(received.values()) <= MOST_READ
+        assert failures(served, hostile, "broken") == 1 and not failures(served, engines[1], "broken")
+        await served.until(lambda: hostile.ended == 1)
+
+
+@pytest.mark.parametrize("kind", LATE)
+async def test_b120_what_follows_a_body_without_an_end_is_read_for_64_kib_and_the_stream_ends_with_an_error(
+        received, kind):
+    async with serving(2, make=HostileEngine) as (served, engines):
+        hostile = engines[0]
+        hostile.begin, hostile.piece = LATE[kind]
+        while not hostile.asked:
+            answer = await served.ask(stream=True)
+        assert answer.status == 200 and answer.events[-1]["error"]["code"] == 502
+        assert max(received.values()) <= MOST_READ
+        assert failures(served, hostile, "broken") == 1
+        await served.until(lambda: hostile.ended == 1)
+
+
+@pytest.mark.parametrize("begin, piece", [
+    (EARLY["name"][0], b"a"), (EARLY["value"][0], b"a"), (EARLY["headers"][0], b"x: y\r\n"),
+    (b"", b"HTTP/1.1 100\r\n\r\n"), (EARLY["first extension"][0], b"a"), (LATE["trailer"][0], b"a"),
+    (LATE["trailers"][0], b"x: y\r\n")], ids=["name", "value", "headers", "interim", "extension", "trailer", "trailers"])
+async def test_b120_nothing_goes_on_after_the_client_has_left(begin, piece):
+    async with serving(1, make=HostileEngine) as (served, [hostile]):
+        hostile.begin, hostile.piece, hostile.pause_s = begin, piece, 0.02  # far from the bound
+        ask = asyncio.ensure_future(served.ask(stream=True))
+        await served.until(lambda: hostile.asked)
+        await asyncio.sleep(0.1)
+        ask.cancel()
+        await served.until(lambda: hostile.ended == 1)
+        await served.until(lambda: served.count("vllm:pd_router_clients_gone_total") == 1)
+        assert not failures(served, hostile, "broken")
+
+
+async def test_b120_a_long_stream_of_small_chunks_has_no_bound():
+    async with serving(1) as (served, [engine]):
+        engine.chunks = 20_000  # the framing alone has more than 64 KiB
+        answer = await served.ask(stream=True)
+        assert answer.events[-1] == "[DONE]" and len(answer.events) == engine.chunks + 1
+
+
+SECOND = b"HTTP/1.1 200 OK\r\nset-cookie: b=1\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\n{}"
+TRAILERS = b"Set-Cookie: a=1\r\nAccess-Control-Allow-Origin: *\r\nX-Last: 1\r\n"
+CHUNKED_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+SIZED_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize("answer", [CHUNKED_JSON + TRAILERS + b"\r\n", CHUNKED_JSON + b"\r\n" + SECOND, SIZED_JSON + SECOND,
+                                    CHUNKED_JSON + TRAILERS + b"\r\n" + SECOND],
+                         ids=["trailers", "chunked, second", "sized, second", "both"])
+async def test_b81_the_headers_of_an_answer_end_where_its_head_ends(answer):
+    async with serving(1) as (served, [engine]):
+        for raw in (answer, answer, CHUNKED_JSON + b"\r\n"):  # the last on a connection that has had trailers
+            engine.raw = raw, True
+            got = await served.ask()
+            assert (got.status, got.body) == (200, b"{}")
+            assert set(got.headers) <= {"content-type", "content-length", "transfer-encoding"}
+        assert len(engine.asked) == 3 and not failures(served, engine, "broken")
+
+
+async def test_b81_an_answer_with_another_length_in_its_trailers_is_broken():
+    async with serving(1) as (served, [engine]):
+        engine.raw = CHUNKED_JSON + b"Content-Length: 3\r\n\r\n", True
+        async with served.session.post(served.url + "/v1/completions", data=b'{"model": "m", "prompt": "Hi"}') as answer:
+            assert answer.status == 200 and "content-length" not in answer.headers
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.read()
+
+
+async def test_b81_trailers_of_a_request_do_not_become_headers():
+    async with serving(1) as (served, [engine]):
+        host, port = served.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        for trailers in (b"X-Last: 1\r\nAuthorization: Bearer other\r\nX-Forwarded-For: 1.2.3.4\r\n", b""):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n1e\r\n"
+                         b'{"model": "m", "prompt": "Hi"}\r\n0\r\n' + trailers + b"\r\n")
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 50)
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            await asyncio.wait_for(reader.readexactly(length), 50)
+            assert head.startswith(b"HTTP/1.1 200")
+            assert set(engine.asked[-1][1]) == {"host", "via", "content-length"}
+        writer.close()
