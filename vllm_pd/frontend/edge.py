@@ -280,6 +280,10 @@ class EdgeConnection(HttpToolsProtocol):
         if self.cycle is not None and not self._is_busy():
             self._since_s = self.loop.time()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._part is not _Part.BODY:  # else a trailer, and the application has the list of the headers
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._unparsed_bytes = 0
         self._check_header()
