@@ -117,6 +117,16 @@ async def test_b120_nothing_goes_on_after_the_client_has_left(begin, piece):
         assert not failures(served, hostile, "broken")
 
 
+async def test_b120_a_body_in_chunks_of_a_byte_waits_for_its_reader_too():
+    async with serving(1, make=HostileEngine) as (served, [hostile]):
+        hostile.begin, hostile.piece = CHUNKED + b"\r\n", b"1\r\na\r\n" * 10_000
+        client = served.router.worker_client
+        reply = await client.send(b"POST", hostile.url, b"/", [], b"")
+        await served.until(lambda: not reply._connection._transport.is_reading())
+        assert len(reply._parts) <= 2 * (1 << 18) // 6, "two reads at most"
+        reply.close()
+
+
 async def test_b120_a_long_stream_of_small_chunks_has_no_bound():
     async with serving(1) as (served, [engine]):
         engine.chunks = 20_000  # the framing alone has more than 64 KiB

@@ -34,6 +34,7 @@ from vllm_pd.router.workers import WorkerFailure
 KEEP_ALIVE_S = 4.0  # vLLM's server closes an idle connection after 5 s
 MAX_IDLE = 256  # idle connections to one worker
 MAX_BUFFERED_BYTES = 1 << 18  # received and not read yet; beyond, reading from the worker pauses
+PART_BYTES = 64  # of memory for a part of a body, beside its own bytes
 MAX_HEAD_BYTES = 1 << 16  # of all that comes before, between or after the bytes of a body
 HEAD_START_S = 0.25  # of each address of a name before the next one (RFC 8305)
 STALE_S = 0.5  # within this after sending, the end of an idle connection means that it was closed before
@@ -143,7 +144,7 @@ class WorkerResponse:
     def more(self, part: bytes) -> bool:
         """A part of the body has come. Returns whether reading must pause."""
         self._parts.append(part)
-        self._size += len(part)
+        self._size += len(part) + PART_BYTES
         self._wake()
         return self._size > MAX_BUFFERED_BYTES
 
