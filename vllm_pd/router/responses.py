@@ -11,6 +11,7 @@ HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-authenticate", b"p
                         b"trailers", b"transfer-encoding", b"upgrade", b"proxy-connection"))
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 MAX_PAUSE_S = 60.0  # for a worker's Retry-After
+_EXPLANATIONS = frozenset((b"x-vllm-pd-explain", b"x-vllm-pd-worker"))
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-vllm-pd-explain"}
 
 
@@ -57,9 +58,10 @@ def request_headers(headers: Iterable[tuple[bytes, bytes]], authorization: bytes
 
 
 def response_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The headers to send back to the client, names in lower case: all except those of one connection."""
+    """The headers to send back to the client, names in lower case: all except those of one connection, and those in
+    which only the router explains itself."""
     lower = [(name.lower(), value) for name, value in headers]
-    drop = HOP_BY_HOP | _named_by_connection(lower)
+    drop = HOP_BY_HOP | _EXPLANATIONS | _named_by_connection(lower)
     return [(name, value) for name, value in lower if name not in drop]
 
 
@@ -79,8 +81,5 @@ def compact(value: Mapping[str, object]) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> frozenset[bytes]:
-    value = find(headers, b"connection")
-    if value is None or value.lower() in (b"keep-alive", b"close"):
-        return frozenset()
-    return frozenset(token.strip().lower() for token in value.split(b","))
+def _named_by_connection(headers: Iterable[tuple[bytes, bytes]]) -> set[bytes]:
+    return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
