@@ -58,6 +58,7 @@ class FaultyEngine:
         self.generated: Iterator[int] | None = None  # on /metrics; at its end 404; None: silent if `sick` is HANG
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        self.heard = 0  # requests of any kind
         self.probes = 0
         self.cancelled = 0
         self.gap_s = 0.0
@@ -86,6 +87,7 @@ class FaultyEngine:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 line, *lines = head.decode("latin-1").split("\r\n")[:-2]
                 method, target, _ = line.split(" ")
+                self.heard += 1
                 headers = {name.lower(): value.strip() for name, _, value in (one.partition(":") for one in lines)}
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if not await self._answer(method, target, headers, body, reader, writer):

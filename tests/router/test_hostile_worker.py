@@ -8,6 +8,8 @@ import pytest
 
 from tests.fakes.faulty_engine import FaultyEngine, gone, serving
 from vllm_pd.router import worker_client
+from vllm_pd.router.policy import Policy
+from vllm_pd.router.workers import WorkerState
 
 MOST_SENT = 8 << 20  # by a hostile worker, if nothing ends it
 MOST_READ = 2 * worker_client.MAX_HEAD_BYTES + (1 << 18)  # what uvloop and asyncio read at once included
@@ -37,10 +39,11 @@ class HostileEngine(FaultyEngine):
     def __init__(self) -> None:
         super().__init__()
         self.begin, self.piece, self.pause_s = b"", b"", 0.0
+        self.path = ""  # the path on which it is hostile, else requests only
         self.ended = 0  # connections that the router has ended
 
     async def _answer(self, method, target, headers, body, reader, writer):
-        if not self.piece or method == "GET":
+        if not self.piece or (target != self.path if self.path else method == "GET"):
             return await super()._answer(method, target, headers, body, reader, writer)
         self.asked.append((target, headers, body))
         writer.write(self.begin)
@@ -54,6 +57,19 @@ class HostileEngine(FaultyEngine):
                 return False
         self.ended += 1
         return False
+
+
+def first_of(path, begin, piece):
+    """Makes engines, the first one hostile on this path."""
+    made = []
+
+    def make():
+        made.append(HostileEngine())
+        if len(made) == 1:
+            made[0].path, made[0].begin, made[0].piece = path, begin, piece
+        return made[-1]
+
+    return make
 
 
 @pytest.fixture
@@ -104,7 +120,8 @@ async def test_b120_what_follows_a_body_without_an_end_is_read_for_64_kib_and_th
 @pytest.mark.parametrize("begin, piece", [
     (EARLY["name"][0], b"a"), (EARLY["value"][0], b"a"), (EARLY["headers"][0], b"x: y\r\n"),
     (b"", b"HTTP/1.1 100\r\n\r\n"), (EARLY["first extension"][0], b"a"), (LATE["trailer"][0], b"a"),
-    (LATE["trailers"][0], b"x: y\r\n")], ids=["name", "value", "headers", "interim", "extension", "trailer", "trailers"])
+    (LATE["trailers"][0], b"x: y\r\n")],
+    ids=["name", "value", "headers", "interim", "extension", "trailer", "trailers"])
 async def test_b120_nothing_goes_on_after_the_client_has_left(begin, piece):
     async with serving(1, make=HostileEngine) as (served, [hostile]):
         hostile.begin, hostile.piece, hostile.pause_s = begin, piece, 0.02  # far from the bound
@@ -115,6 +132,29 @@ async def test_b120_nothing_goes_on_after_the_client_has_left(begin, piece):
         await served.until(lambda: hostile.ended == 1)
         await served.until(lambda: served.count("vllm:pd_router_clients_gone_total") == 1)
         assert not failures(served, hostile, "broken")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health_generate", "/pd/events"])
+@pytest.mark.parametrize("kind", EARLY)
+async def test_b120_what_a_probe_reads_has_the_same_bound(received, kind, path):
+    async with serving(2, Policy.KV, up=False, make=first_of(path, *EARLY[kind])) as (served, [hostile, good]):
+        await served.until(lambda: hostile.ended and served.worker(good).state is WorkerState.UP)
+        await served.until(lambda: path == "/pd/events" or served.count(
+            "vllm:pd_router_probes_total", worker=hostile.url, outcome="failed"))
+        assert max(received.values()) <= MOST_READ
+        assert (await served.ask()).status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health_generate", "/pd/events"])
+async def test_b110_no_worker_sends_the_routers_own_requests_elsewhere(path):
+    other = FaultyEngine()
+    await other.start()
+    elsewhere = f"HTTP/1.1 302 X\r\nlocation: {other.url}{path}\r\ncontent-length: 0\r\n\r\n".encode()
+    async with serving(1, Policy.KV, up=False, make=first_of(path, elsewhere, b"\r\n" * 8192)) as (served, [hostile]):
+        await served.until(lambda: hostile.asked)
+        await asyncio.sleep(0.3)
+        await other.stop()
+        assert not other.heard
 
 
 async def test_b120_a_body_in_chunks_of_a_byte_waits_for_its_reader_too():
@@ -136,12 +176,13 @@ async def test_b120_a_long_stream_of_small_chunks_has_no_bound():
 
 SECOND = b"HTTP/1.1 200 OK\r\nset-cookie: b=1\r\naccess-control-allow-origin: *\r\ncontent-length: 2\r\n\r\n{}"
 TRAILERS = b"Set-Cookie: a=1\r\nAccess-Control-Allow-Origin: *\r\nX-Last: 1\r\n"
-CHUNKED_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+CHUNKED_JSON = (b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+                b"2\r\n{}\r\n0\r\n")
 SIZED_JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
 
-@pytest.mark.parametrize("answer", [CHUNKED_JSON + TRAILERS + b"\r\n", CHUNKED_JSON + b"\r\n" + SECOND, SIZED_JSON + SECOND,
-                                    CHUNKED_JSON + TRAILERS + b"\r\n" + SECOND],
+@pytest.mark.parametrize("answer", [CHUNKED_JSON + TRAILERS + b"\r\n", CHUNKED_JSON + b"\r\n" + SECOND,
+                                    SIZED_JSON + SECOND, CHUNKED_JSON + TRAILERS + b"\r\n" + SECOND],
                          ids=["trailers", "chunked, second", "sized, second", "both"])
 async def test_b81_the_headers_of_an_answer_end_where_its_head_ends(answer):
     async with serving(1) as (served, [engine]):
@@ -156,7 +197,7 @@ async def test_b81_the_headers_of_an_answer_end_where_its_head_ends(answer):
 async def test_b81_an_answer_with_another_length_in_its_trailers_is_broken():
     async with serving(1) as (served, [engine]):
         engine.raw = CHUNKED_JSON + b"Content-Length: 3\r\n\r\n", True
-        async with served.session.post(served.url + "/v1/completions", data=b'{"model": "m", "prompt": "Hi"}') as answer:
+        async with served.session.post(served.url + "/v1/completions", data=b'{"model": "m"}') as answer:
             assert answer.status == 200 and "content-length" not in answer.headers
             with pytest.raises(aiohttp.ClientPayloadError):
                 await answer.read()
@@ -175,3 +216,34 @@ async def test_b81_trailers_of_a_request_do_not_become_headers():
             assert head.startswith(b"HTTP/1.1 200")
             assert set(engine.asked[-1][1]) == {"host", "via", "content-length"}
         writer.close()
+
+
+@pytest.mark.parametrize("status", ["600", "700", "999", "099", "000"])
+async def test_b81_a_status_that_http_does_not_have_is_no_answer(status):
+    async with serving(2) as (served, engines):
+        engines[0].raw = f"HTTP/1.1 {status} X\r\ncontent-length: 2\r\n\r\n{{}}".encode(), True
+        while not engines[0].asked:
+            answer = await served.ask()
+            assert answer.status == 200 and answer.json["from"] == engines[1].port
+        assert failures(served, engines[0], "broken") == 1
+
+
+@pytest.mark.parametrize("explain", ["0", "1"])
+async def test_b81_only_the_router_itself_explains(explain):
+    async with serving(1) as (served, [engine]):
+        lies = b"\r\nX-Vllm-Pd-Explain: lies\r\nX-Vllm-Pd-Worker: lies\r\n\r\n"
+        engine.raw = SIZED_JSON.replace(b"\r\n\r\n", lies), True
+        answer = await served.ask(headers={"x-vllm-pd-explain": explain})
+        assert "lies" not in str(answer.headers) and ("x-vllm-pd-worker" in answer.headers) == (explain == "1")
+
+
+async def test_b81_each_connection_header_names_headers_of_one_connection():
+    async with serving(1) as (served, [engine]), aiohttp.ClientSession() as session:
+        more = b"\r\nConnection: keep-alive\r\nConnection: x-a, X-B\r\nX-A: 1\r\nX-B: 2\r\nX-C: 3\r\n\r\n"
+        engine.raw = SIZED_JSON.replace(b"\r\n\r\n", more), True
+        headers = [("Connection", "keep-alive"), ("Connection", "x-d, X-E"), ("X-D", "1"), ("X-E", "2"), ("X-F", "3")]
+        async with session.post(served.url + "/v1/completions", headers=headers, data=b'{"model": "m"}') as answer:
+            assert answer.status == 200 and answer.headers["x-c"] == "3"
+            assert not {"x-a", "x-b", "connection"} & {name.lower() for name in answer.headers}
+        sent = engine.asked[-1][1]
+        assert sent["x-f"] == "3" and not {"x-d", "x-e", "connection"} & set(sent)

@@ -221,7 +221,7 @@ class Subscriber:
         """Ask the engine where its events are. None where it answers that it has none. Raises OSError, TimeoutError."""
         try:
             async with asyncio.timeout(FIND_TIMEOUT_S), self._session.get(
-                    self.url + PATH, headers=self._headers) as answer:
+                    self.url + PATH, headers=self._headers, allow_redirects=False) as answer:
                 body = await read_whole(answer.content, MAX_NOTICE_BYTES)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error

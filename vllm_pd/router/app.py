@@ -8,7 +8,6 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from vllm_pd.errors import ConfigError
@@ -27,6 +26,7 @@ from vllm_pd.router.responses import Headers, RouterResponse
 from vllm_pd.router.subscriptions import EventSubscriptions
 from vllm_pd.router.tokens import TokenPool
 from vllm_pd.router.worker_client import WorkerClient
+from vllm_pd.router.worker_session import WorkerSession
 from vllm_pd.router.workers import RouterWorker, Workers
 
 logger = logging.getLogger("vllm.pd.router")
@@ -63,10 +63,7 @@ class RouterApp:
         options = self.options
         tls = ssl.create_default_context()
         self.worker_client = WorkerClient(options.connect_timeout_s, tls, self.max_clients)
-        self._session = session = aiohttp.ClientSession(  # for the router's own requests
-            connector=aiohttp.TCPConnector(ssl=tls, limit=0),  # a worker that hangs must not delay others
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(), trust_env=False)
+        session = WorkerSession(options.connect_timeout_s, tls)  # for the router's own requests
         self._pool = TokenPool(options)
         self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
                              lambda url: self.subscriptions.load_of(url))
@@ -93,7 +90,6 @@ class RouterApp:
         self.placer.close()
         self._pool.close()
         self.worker_client.close()
-        await self._session.close()
 
     def unready(self) -> None:
         """From now on `/health` answers 503. Requests are still served."""

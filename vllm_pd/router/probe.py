@@ -22,13 +22,13 @@ from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from vllm_pd.events.subscriber import read_whole
 from vllm_pd.router import descriptors
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.subscriptions import WorkerProgress
+from vllm_pd.router.worker_session import WorkerSession
 from vllm_pd.router.workers import RouterWorker, WorkerFailure, WorkerState
 
 logger = logging.getLogger("vllm.pd.router")
@@ -76,7 +76,7 @@ class GenerationProbes:
     with a worker's URL and the outcome of each probe. `progress_of` returns the present progress of a worker. `via`: as
     in `RouterProxy`."""
 
-    def __init__(self, options: RouterOptions, session: aiohttp.ClientSession, on_up: Callable[[RouterWorker], None],
+    def __init__(self, options: RouterOptions, session: WorkerSession, on_up: Callable[[RouterWorker], None],
                  count: Callable[[str, str], None], progress_of: Callable[[str], WorkerProgress],
                  via: bytes) -> None:
         self._options = options
@@ -221,7 +221,7 @@ class GenerationProbes:
         try:
             async with asyncio.timeout(MODELS_TIMEOUT_S):
                 await self._read_models(worker)
-        except (ProbeFailed, TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+        except (ProbeFailed, OSError, ValueError) as error:
             logger.debug("the models of %s could not be read: %r", worker.url, error)
 
     async def _read_models(self, worker: RouterWorker) -> None:
@@ -250,14 +250,14 @@ class GenerationProbes:
         try:
             async with asyncio.timeout(within_s):
                 status, body = await self._fetch("GET", f"{worker.url}/metrics")
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             return [] if descriptors.is_shortage(error) else None
         return [line for line in body.splitlines() if line.startswith(COUNTERS)] if status == 200 else []
 
     async def _fetch(self, method: str, url: str, value: Any = None) -> tuple[int, bytes]:
         body = None if value is None else msgspec.json.encode(value)
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
-        async with self._session.request(method, url, data=body, headers=headers, allow_redirects=False) as response:
+        async with self._session.request(method, url, body, headers) as response:
             return response.status, await read_whole(response.content, MAX_BODY_BYTES)
 
 

@@ -19,7 +19,6 @@ from collections import Counter
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple
 
-import aiohttp
 import msgspec
 
 from vllm_pd.events.messages import EngineLoad
@@ -28,6 +27,7 @@ from vllm_pd.events.subscriber import Subscriber, SubscriberState, read_whole, s
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.placing import Placer
+from vllm_pd.router.worker_session import WorkerSession
 from vllm_pd.router.workers import RouterWorker
 
 logger = logging.getLogger("vllm.pd.router")
@@ -67,7 +67,7 @@ class _Question(NamedTuple):
 class EventSubscriptions:
     """All subscribers, by worker URL. Belongs to the router's event loop."""
 
-    def __init__(self, placer: Placer, session: aiohttp.ClientSession, options: RouterOptions) -> None:
+    def __init__(self, placer: Placer, session: WorkerSession, options: RouterOptions) -> None:
         self._placer = placer
         self._session = session
         self._keys = options.access.load_keys()
@@ -170,7 +170,7 @@ class EventSubscriptions:
         while not worker.leaving:
             try:
                 async with asyncio.timeout(ASK_TIMEOUT_S), self._session.get(
-                        worker.url + EVENTS_PATH, headers=self._headers) as response:
+                        worker.url + EVENTS_PATH, headers=self._headers, allow_redirects=False) as response:
                     if response.status == HTTPStatus.NOT_FOUND:
                         return
                     body = await read_whole(response.content, MAX_ANSWER_BYTES)
@@ -178,7 +178,7 @@ class EventSubscriptions:
                     await self._follow(worker, msgspec.json.decode(body, type=_EventsAnswer))
                     return
                 problem = str(response.status)
-            except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
                 problem = repr(error)
             logger.warning("%s%s: %s; asked again in %g s", worker.url, EVENTS_PATH, problem, pause_s)
             try:
