@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import resource
 import shlex
 import socket
@@ -15,7 +16,7 @@ import aiohttp
 import pytest
 
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
-from vllm_pd.frontend import edge
+from vllm_pd.frontend import edge, sparing_log
 from vllm_pd.ports import take_free
 from vllm_pd.router import descriptors
 
@@ -87,6 +88,29 @@ async def test_b66_an_endless_header_is_refused_after_64_kib(begin):
         await served.until(lambda: not served.count("vllm:pd_router_connections") and cut(served, "header_size") == 1)
         assert (await served.ask()).status == 200
         assert_nobody_is_blamed(served, engines)
+
+
+async def test_b66_many_malformed_requests_are_one_line_in_the_log_and_are_counted(caplog, monkeypatch):
+    sparing_log.malformed._next_s = 0.0  # as if it were the first one of this process
+    async with serving(1) as (served, engines):
+        monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+        for _ in range(20):
+            async with connected(served) as (reader, writer):
+                writer.write(b"no HTTP at all\r\n\r\n")
+                assert b" 400 " in await said(reader)
+        assert len([one for one in caplog.records if sparing_log.MALFORMED in one.getMessage()]) == 1
+        assert cut(served, "malformed") == 20
+        assert_nobody_is_blamed(served, engines)
+
+
+def test_b66_the_next_line_says_how_many_were_left_out():
+    now_s = [0.0]
+    sparing = sparing_log.OncePerPeriod("a", lambda: now_s[0])
+    records = [logging.LogRecord("x", logging.WARNING, "", 0, text, None, None) for text in ("a", "a", "b", "a", "a")]
+    passed = [sparing.filter(one) for one in records[:4]]
+    now_s[0] = sparing_log.PERIOD_S
+    assert [*passed, sparing.filter(records[4])] == [True, False, True, False, True]
+    assert records[4].getMessage() == "a (2 more since the last such line)"
 
 
 @pytest.mark.parametrize("head, status", [

@@ -23,6 +23,8 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from vllm_pd.frontend import sparing_log
+
 SWEEP_S = 0.25
 LINGER_S = 1.0  # how long a refused client may read the reason
 MAX_DISCARDED_BYTES = 1 << 20  # that a refused client may still send meanwhile
@@ -73,8 +75,8 @@ class _Refused(Exception):
 
 class Edge:
     """The connections of one server. `count` is called for each client that is cut off, with the reason: `header_size`,
-    `head_time`, `body_time`, `write_time`, `pipelined`, `room` or `full`. Paths in `spared` are served even where there
-    are too many connections."""
+    `head_time`, `body_time`, `write_time`, `pipelined`, `malformed`, `room` or `full`. Paths in `spared` are served
+    even where there are too many connections."""
 
     def __init__(self, limits: EdgeLimits, count: Callable[[str], None] = lambda reason: None,
                  spared: Collection[bytes] = ()) -> None:
@@ -167,6 +169,7 @@ class EdgeConnection(HttpToolsProtocol):
 
     def __init__(self, edge: Edge, **given: Any) -> None:
         super().__init__(**given)
+        self.logger.addFilter(sparing_log.malformed)  # only the first call changes anything
         self.parser = _OfferlessParser(self)
         self._edge = edge
         self._limits = edge.limits
@@ -264,6 +267,8 @@ class EdgeConnection(HttpToolsProtocol):
             self.refuse(*_too_large(self._limits))
 
     def send_400_response(self, msg: str) -> None:
+        if self._refusal is None:
+            self._edge.count("malformed")
         self.refuse(*(self._refusal or (HTTPStatus.BAD_REQUEST, msg)))
 
     def pause_writing(self) -> None:
