@@ -2,8 +2,10 @@
 """What wakes a step loop (B33): from any thread, wherever the loop waits, and never lost."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -122,12 +124,17 @@ async def test_b33_an_async_loop_is_woken_at_a_time(wakeup):
     engine._background_loop_unshielded.cancel()
 
 
-async def test_an_engine_that_is_gone_is_not_kept_alive(wakeup):
+async def test_b33_an_engine_that_is_gone_is_not_kept_alive(wakeup):
     engine = AsyncEngine()
     engine._background_loop_unshielded.cancel()
     wakeup.serve(engine, lambda: True)
-    del engine
+    wakeup.wake_at(time.monotonic() + 1000.0)
     wakeup.wake()
+    await asyncio.sleep(0)  # what the wake-up has put into the loop has run
+    gone = weakref.ref(engine)
+    del engine
+    assert gone() is None, gc.get_referrers(gone())
+    wakeup.wake()  # nothing is left to be woken
     await asyncio.sleep(0)
 
 
