@@ -242,7 +242,7 @@ class PDConfig:
 
 
 def _cure_unknown(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name).lower(), known, n=1, cutoff=0.5)
     if near:
         return f"there is no such key: did you mean {near[0]}?"
     return f"there is no such key: write one of {', '.join(known)}"

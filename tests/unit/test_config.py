@@ -233,7 +233,7 @@ def spoil(path, how):
         path.unlink()
         path.mkdir()
     elif how == "open":
-        path.chmod(0o640)
+        path.chmod(0o606)
     elif how == "empty":
         path.write_text("")
     elif how == "garbage":
@@ -287,3 +287,18 @@ def test_document_quotes_the_errors_as_they_are():
     for name, setting, message in quoted:
         extra = {} if setting == "(none)" else json.loads(setting)
         assert str(refused("kv_consumer", {**BROKER, **extra} if setting != "(none)" else {})) == message, name
+
+
+@pytest.mark.parametrize("given, meant", [
+    ("BROKER", "broker"), ("Max_Local_Prefill_Tokens", "max_local_prefill_tokens"),
+    ("maxLocalPrefillTokens", "max_local_prefill_tokens"), ("Lease_S", "lease_s")])
+def test_b80_a_key_in_capitals_gets_the_suggestion(given, meant):
+    error = refused("kv_consumer", {**BROKER, given: 1})
+    assert error.key == given and f"did you mean {meant}?" in str(error)
+
+
+def test_b80_a_list_of_nats_servers_with_one_scheme_gets_the_right_form():
+    error = refused("kv_consumer", {"broker": "nats://127.0.0.1:4222,127.0.0.1:4223"})
+    assert "write nats:// before each server, like nats://127.0.0.1:4222,nats://127.0.0.1:4223" in str(error)
+    mixed = refused("kv_consumer", {"broker": "tls://127.0.0.1:4222,nats://127.0.0.1:4223"})
+    assert "like tls://127.0.0.1:4222,tls://127.0.0.1:4223" in str(mixed)

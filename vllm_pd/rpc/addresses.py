@@ -39,9 +39,10 @@ def parse_nats(key: str, value: str, *, keyed: bool = False) -> str:
     scheme = parts[0].partition("://")[0]
     urls = []
     for part in parts:
+        if scheme in SCHEMES and not part.startswith(scheme + "://"):
+            like = ",".join(f"{scheme}://{one.rpartition('://')[2]}" for one in parts)
+            raise ConfigError(key, value, f"write {scheme}:// before each server, like {like}")
         host, port = _split(key, part, SCHEMES, EXAMPLE_NATS)
-        if not part.startswith(scheme + "://"):
-            raise ConfigError(key, value, f"write {scheme}:// before each server")
         if not is_loopback(host):
             if not keyed:
                 raise ConfigError(key, value, f"beyond this machine's loopback NATS needs credentials: "
