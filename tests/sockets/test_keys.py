@@ -6,6 +6,8 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -24,6 +26,8 @@ from vllm_pd.ports import take_free_run
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.nats_address import check_certificates, check_credentials
+from vllm_pd.rpc.secret_files import problem_of_mode
 
 
 @pytest.fixture
@@ -59,6 +63,51 @@ def test_b82_a_key_whose_characters_stand_for_no_number_is_none(tmp_path):
     file.chmod(0o600)
     with pytest.raises(ConfigError, match="it holds no key"):
         Keys.load(str(file))
+
+
+ROOT, OTHER = 0, 1000
+
+
+@pytest.mark.parametrize("owner, mode, folder_owner, folder_mode, cure", [
+    (OTHER, 0o600, OTHER, 0o755, ""), (OTHER, 0o400, OTHER, 0o777, ""), (ROOT, 0o600, OTHER, 0o777, ""),
+    (ROOT, 0o440, ROOT, 0o2755, ""), (ROOT, 0o444, ROOT, 0o755, ""), (ROOT, 0o640, ROOT, 0o1777, ""),
+    (OTHER, 0o440, ROOT, 0o755, "root's"), (OTHER, 0o444, OTHER, 0o755, "root's"),
+    (ROOT, 0o644, ROOT, 0o755, "chmod 440"), (ROOT, 0o460, ROOT, 0o755, "chmod 440"),
+    (ROOT, 0o660, ROOT, 0o755, "chmod 440"),
+    (ROOT, 0o440, OTHER, 0o755, "folder"), (ROOT, 0o440, ROOT, 0o775, "folder"), (ROOT, 0o444, ROOT, 0o777, "folder")])
+def test_b82_who_may_read_and_change_a_secret(owner, mode, folder_owner, folder_mode, cure):
+    problem = problem_of_mode(SimpleNamespace(st_uid=owner, st_mode=stat.S_IFREG | mode),
+                              SimpleNamespace(st_uid=folder_owner, st_mode=stat.S_IFDIR | folder_mode))
+    assert cure in problem and bool(cure) == bool(problem)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of root's")
+def test_b82_the_key_in_a_secret_of_kubernetes_is_read(tmp_path, key_file):
+    data = tmp_path / "..2026_01"
+    data.mkdir(mode=0o755)
+    (data / "key").write_bytes(Path(key_file).read_bytes())
+    (tmp_path / "..data").symlink_to(data.name)
+    (tmp_path / "key").symlink_to("..data/key")
+    tmp_path.chmod(0o3777)
+    for mode in (0o440, 0o444):
+        (data / "key").chmod(mode)
+        assert Keys.load(str(tmp_path / "key")) == Keys.load(key_file)
+    (data / "key").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"mode 0644.*defaultMode: 0440"):
+        Keys.load(str(tmp_path / "key"))
+
+
+@pytest.mark.parametrize("special", ["/dev/zero", "/dev/tty", "pipe", "folder"])
+def test_b80_what_is_no_file_is_refused_at_once(tmp_path, special):
+    path = special if special.startswith("/") else str(tmp_path / special)
+    if special == "pipe":
+        os.mkfifo(path, 0o600)
+    elif special == "folder":
+        os.mkdir(path)
+    for name, read in (("keys", Keys.load), ("nats_credentials", check_credentials), ("nats_ca", check_certificates)):
+        with pytest.raises(ConfigError) as caught:
+            read(path, name) if name == "keys" else read(name, path)
+        assert caught.value.key == name and caught.value.cure
 
 
 def test_b82_a_key_that_can_not_be_written_whole_is_not_written_at_all(tmp_path):

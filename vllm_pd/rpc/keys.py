@@ -5,13 +5,13 @@ Every process with the file is a member: a socket with a key encrypts, and conne
 """
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.secret_files import read_secret
 
 FILE_NAME = "vllm-pd.keys"
 MAKE = "make one with vllm-pd keys FILE, and copy it to every machine of the cluster"
@@ -36,17 +36,9 @@ class Keys:
     @classmethod
     def load(cls, path: str, key: str = "keys") -> "Keys":
         """Raises ConfigError, naming `key`, where the file can't be read, can be read by others, or holds no key."""
-        try:
-            with open(path, "rb") as file:
-                state = os.fstat(file.fileno())
-                if not stat.S_ISREG(state.st_mode):
-                    raise ConfigError(key, path, f"it is no file: {MAKE}")
-                text = file.read(_MAX_BYTES + 1).decode(errors="replace")
-        except (OSError, ValueError) as error:
-            raise ConfigError(key, path, f"{getattr(error, 'strerror', None) or error}: {MAKE}") from error
-        require_private(key, path, state)
+        text = read_secret(key, path, _MAX_BYTES, MAKE)
         values = dict(re.findall(r"^(public|secret): (\S+)$", text, flags=re.MULTILINE))
-        if len(text) > _MAX_BYTES or not all(_Z85.fullmatch(values.get(half, "")) for half in ("public", "secret")):
+        if not all(_Z85.fullmatch(values.get(half, "")) for half in ("public", "secret")):
             raise ConfigError(key, path, f"it holds no key: {MAKE}")
         keys = cls(values["public"].encode(), values["secret"].encode())
         try:
@@ -79,10 +71,3 @@ class Keys:
             file.unlink(missing_ok=True)
             raise ConfigError(key, str(file), f"{error.strerror}: make room, or write a name elsewhere") from error
         return file
-
-
-def require_private(key: str, path: str, state: os.stat_result) -> None:
-    """Raises ConfigError where others than its owner may read or change a secret file."""
-    if state.st_mode & 0o077:
-        raise ConfigError(key, path, f"others than its owner may use it (mode {stat.S_IMODE(state.st_mode):04o}): run "
-                          f"chmod 600 on it")

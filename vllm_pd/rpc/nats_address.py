@@ -3,17 +3,17 @@
 import re
 import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.rpc.keys import require_private
+from vllm_pd.rpc.secret_files import read_file, read_secret
 
 DEFAULT_PREFIX = "vllm_pd"
-_MAX_CHARS = 1 << 16
+_MAX_BYTES = 1 << 16
+_MAX_CERTIFICATES_BYTES = 1 << 24  # a system's own have a quarter of a megabyte
 _SEED = re.compile(r"SU[A-Z2-7]{56}")
 _CURE = "write the file that nsc generate creds made, or one with the seed of an nkey"
-
+_PEM = "write the name of a PEM file"
 
 SCHEMES = ("nats", "tls")
 
@@ -38,10 +38,13 @@ class NatsAddress:
         return cls(tuple(broker.split(",")), prefix, credentials, ca)
 
     def options(self) -> dict[str, Any]:
-        """For `nats.connect`."""
+        """For `nats.connect`. Raises OSError where the credentials can't be read any more."""
         options: dict[str, Any] = {}
         if self.credentials is not None:
-            seed = read_seed(Path(self.credentials).read_text())
+            try:
+                seed = read_seed(read_secret("nats_credentials", self.credentials, _MAX_BYTES, _CURE))
+            except ConfigError as error:
+                raise OSError(str(error)) from error
             options = {"user_credentials": self.credentials} if seed is None else {"nkeys_seed_str": seed}
         if self.urls[0].startswith("tls://"):
             options["tls"] = ssl.create_default_context(cafile=self.ca)
@@ -56,12 +59,7 @@ def read_seed(text: str) -> str | None:
 
 def check_credentials(key: str, path: str) -> None:
     """Raises ConfigError, naming `key`, where the file can't be read, can be read by others, or is none of a user's."""
-    try:
-        file = Path(path)
-        state, text = file.stat(), file.read_text(errors="replace")[:_MAX_CHARS]
-    except (OSError, ValueError) as error:
-        raise ConfigError(key, path, f"{getattr(error, 'strerror', None) or error}: {_CURE}") from error
-    require_private(key, path, state)
+    text = read_secret(key, path, _MAX_BYTES, _CURE)
     if read_seed(text) is None and not ("BEGIN NATS USER JWT" in text and _SEED.search(text)):
         raise ConfigError(key, path, f"it holds no NATS user: {_CURE}")
 
@@ -75,8 +73,8 @@ def check_encrypted(key: str, path: str, broker: str) -> None:
 
 def check_certificates(key: str, path: str) -> None:
     """Raises ConfigError, naming `key`, where the file holds no certificate."""
+    read_file(key, path, _MAX_CERTIFICATES_BYTES, _PEM)
     try:
         ssl.create_default_context(cafile=path)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise ConfigError(key, path, f"{getattr(error, 'strerror', None) or error}: write the name of a PEM file"
-                          ) from error
+        raise ConfigError(key, path, f"{getattr(error, 'strerror', None) or error}: {_PEM}") from error
