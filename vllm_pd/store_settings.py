@@ -4,13 +4,14 @@ PDStoreConnector.
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_pd.errors import ConfigError
 
-DEFAULT_FOLDER = "/dev/shm/vllm-pd-store"
+DEFAULT_FOLDER = f"/dev/shm/vllm-pd-store-{os.geteuid()}"  # /dev/shm is all users'
 DEFAULT_MEMORY_GIB = 4.0
 DEFAULT_FILE_GIB = 32.0
 KEYS = ("folder", "memory_gib", "file_folder", "file_gib")

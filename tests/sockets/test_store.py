@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_pd import store_settings
 from vllm_pd.errors import ConfigError
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
@@ -102,6 +103,8 @@ def test_b104_a_hundred_kills(memory: Path):
 def test_b104_what_one_process_puts_another_reads(arena: BlockArena, memory: Path, in_child: Start):
     child = in_child("""
 import sys, numpy as np
+from vllm_pd import store_settings
+from vllm_pd.errors import ConfigError
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
@@ -139,6 +142,8 @@ def test_b104_a_leased_block_is_not_replaced(arena: BlockArena, memory: Path, in
     arena.put(key_of(2), [content_of(2)])
     child = in_child("""
 import sys, time
+from vllm_pd import store_settings
+from vllm_pd.errors import ConfigError
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
@@ -179,6 +184,8 @@ def test_b104_a_forked_child_keeps_no_lease(arena: BlockArena, memory: Path, in_
     arena.put(key_of(1), [content_of(1)])
     leaser = in_child("""
 import os, sys, time
+from vllm_pd import store_settings
+from vllm_pd.errors import ConfigError
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
@@ -227,6 +234,28 @@ def test_b104_a_folder_on_a_disk_is_refused():
     """B104: nothing waits for a disk. Of a machine's folders /proc is sure to be on no tmpfs."""
     with pytest.raises(ConfigError, match=r"folder='/proc' can't be used: it is on proc: .* tmpfs.*--shm-size"):
         BlockArena("/proc", BLOCK, CAPACITY)
+
+
+def test_b104_an_arena_is_in_a_folder_of_this_user_alone(memory: Path, monkeypatch: pytest.MonkeyPatch):
+    """B104: nobody else may put a block there, or take the name of the folder."""
+    (memory / "own").mkdir(mode=0o700)
+    (memory / "link").symlink_to(memory / "own")
+    with pytest.raises(ConfigError, match="folder=.*link' can't be used: .*link is a link or belongs to another user"):
+        BlockArena(memory / "link", BLOCK, CAPACITY)
+    (memory / "own").chmod(0o777)
+    with pytest.raises(ConfigError, match="folder=.*own' can't be used: all users may write to .* .mode 0777.: run"):
+        BlockArena(memory / "own", BLOCK, CAPACITY)
+    (memory / "own").chmod(0o755)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="own is a link or belongs to another user"):
+        patch.setattr(os, "geteuid", lambda: 12345)
+        BlockArena(memory / "own", BLOCK, CAPACITY)
+    assert not list((memory / "own").iterdir()), "nothing was made"
+    BlockArena(memory / "own", BLOCK, CAPACITY).close()
+
+
+def test_b104_the_default_folder_is_each_users_own():
+    assert f"/dev/shm/vllm-pd-store-{os.geteuid()}" == store_settings.DEFAULT_FOLDER
+    assert store_settings.StoreSettings().folder == store_settings.DEFAULT_FOLDER
 
 
 def test_where_proc_can_not_be_read_a_folder_is_taken_for_memory(memory: Path, monkeypatch: pytest.MonkeyPatch):
@@ -449,6 +478,10 @@ def test_a_file_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(ConfigError, match="file_folder=.* can't be used: .* is a link or belongs to another user"):
         FileTier(tmp_path / "link", 1 << 30, BLOCK)
     FileTier(tmp_path, 1 << 30, BLOCK)
+    (tmp_path / FOLDER).chmod(0o777)
+    with pytest.raises(ConfigError, match="file_folder=.* can't be used: all users may write to"):
+        FileTier(tmp_path, 1 << 30, BLOCK)
+    (tmp_path / FOLDER).chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ConfigError, match="file_folder=.* can't be used: .* is a link or belongs to another user"):
         FileTier(tmp_path, 1 << 30, BLOCK)

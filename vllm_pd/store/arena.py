@@ -38,6 +38,7 @@ from vllm_pd.store.blocks import (
     checksummer,
     decode,
 )
+from vllm_pd.store.folders import require_own
 from vllm_pd.store.slots import (
     FillPayload,
     LockSlot,
@@ -447,6 +448,7 @@ def _open_or_create(path: Path, shape: ArenaShape, capacity_bytes: int) -> int:
             raise ConfigError("folder", str(path.parent), f"it is on {kind}: choose a folder on a tmpfs, like "
                               f"{DEFAULT_FOLDER}, because engines would wait for a disk. In a container, give /dev/shm "
                               "enough memory (--shm-size)")
+        require_own("folder", str(path.parent), path.parent)
         with contextlib.suppress(FileNotFoundError):
             return _open(path, shape, capacity_bytes)
         with _only_maker(path.parent):

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.store.blocks import HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed, recency
+from vllm_pd.store.folders import require_own
 
 READ_BYTES = 256 << 10  # read, then summed while it is in the cache
 START_S = 60.0  # how long the disk may take to answer at the start
@@ -109,10 +110,7 @@ class FileTier:
     def _prepare(self, folder: str | os.PathLike) -> None:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.folder.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise ConfigError("file_folder", str(folder), f"{self.folder} is a link or belongs to another user, "
-                                  "who could put anything into it: choose another folder")
+            require_own("file_folder", str(folder), self.folder)
             (self.folder / "looking").touch(mode=0o600)
         except OSError as error:
             raise ConfigError("file_folder", str(folder), f"{error.strerror}: it must be a folder that this user can "
