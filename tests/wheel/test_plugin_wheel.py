@@ -9,6 +9,7 @@ from email.parser import Parser
 
 import pytest
 from _wheel import metadata, plugin, project, targets
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 from tests.wheel import checks
@@ -42,6 +43,14 @@ def test_the_plugin_asks_for_what_it_imports_and_for_no_vllm(wheel):
     points = metadata.read_entry_points(wheel.info("entry_points.txt"))
     assert points == {"console_scripts": {"vllm-pd": "vllm_pd.cli:main"},
                       "vllm.general_plugins": {"vllm_pd": "vllm_pd.v1.plugin:register"}}
+
+
+def test_the_plugins_metadata_is_what_an_index_takes(wheel):
+    """Each field is of a name and a value that the index knows, and the page has a text."""
+    found = Metadata.from_email(wheel.info("METADATA"), validate=True)
+    assert found.license_expression == "Apache-2.0" and found.license_files == ["LICENSE"]
+    assert "PDConnector" in found.description and found.description_content_type == "text/markdown"
+    assert found.classifiers and found.requires_python == plugin.REQUIRES_PYTHON
 
 
 def test_every_way_to_build_the_plugin_gives_the_same_bytes(wheel, tmp_path):
