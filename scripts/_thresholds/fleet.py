@@ -118,7 +118,8 @@ class ModelFleet:
             prompt_tokens=request.prompt_tokens, cached_tokens=cached_tokens, blocks=0, can_go_remote=True,
             attempts_made=0, time_left_s=DEADLINE_S, broker_up=True, prefill_peers=len(self._prefills),
             queue_length=len(self._queue), parked_blocks=0, total_blocks=1, parked_requests=0, total_requests=1 << 20,
-            expected=expected), self._policy)
+            expected=expected,
+            whole_blocks=request.prompt_tokens // BLOCK_TOKENS - -(-cached_tokens // BLOCK_TOKENS)), self._policy)
         self.decisions[f"{'remote' if decision.remote else 'local'}, {decision.reason.value}"] += 1
         self._measures.decided(now, decision.remote, tokens)
         if decision.remote:

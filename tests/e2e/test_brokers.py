@@ -30,7 +30,7 @@ def guarded(guarded_processes):
 
 
 def test_b1_tokens_over_nats_with_keys(guarded, mono):
-    prompts = [prompt(10 + 37 * number, 8200 + number) for number in range(8)]
+    prompts = [prompt(20 + 37 * number, 8200 + number) for number in range(8)]
     before = guarded.d.counters()
     assert guarded.d.tokens(prompts) == mono.tokens(prompts)
     assert guarded.d.counters().since(before)["attempts_total:done"] == 8

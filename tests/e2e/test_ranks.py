@@ -27,7 +27,7 @@ def stop_first(progress):
 jobs.take_requests = stop_first
 disagg.expects_steps = lambda: True  # or the engine would wait for that rank to end its loop
 """
-LENGTHS = (2, 15, 16, 17, 33, 60, 120, 300)  # twice these is what D parks at most
+LENGTHS = (16, 17, 31, 32, 33, 60, 120, 300)  # twice these is what D parks at most
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ def all_tokens(result: dict) -> list[list[int]]:
     return [part["token_ids"] for part in result["outputs"]]
 
 
-@pytest.mark.parametrize("length", [50, 3 * BLOCK, 5], ids=["blocks and a rest", "whole blocks", "less than a block"])
+@pytest.mark.parametrize("length", [50, 3 * BLOCK, BLOCK + 1],
+                         ids=["blocks and a rest", "whole blocks", "a block and a token"])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_b7_one_prefill_and_one_transfer_for_all_samples(name, length, pair, mono):
     """B7: n, and best_of, which samples that many and answers with the likeliest n."""

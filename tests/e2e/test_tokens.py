@@ -12,9 +12,10 @@ BYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4  # of the tiny model: layers, K and V, head
 
 
 def test_b1_greedy_tokens_equal_those_of_one_engine(pair, mono):
-    """B1: 200 prompts of many lengths, all prefilled remotely."""
+    """B1: 200 prompts of many lengths, all prefilled remotely that have a block."""
     draw = random.Random(1)
     prompts = [prompt(draw.choice([draw.randint(1, 64), draw.randint(1, 400)]), seed) for seed in range(200)]
+    remote = sum(len(one) >= BLOCK for one in prompts)
     before = pair.d.counters()
     expected = mono.tokens(prompts)
     with pair.d.policy(max_parked_fraction=1.0):
@@ -22,11 +23,13 @@ def test_b1_greedy_tokens_equal_those_of_one_engine(pair, mono):
     assert got == expected
     assert len({tuple(tokens) for tokens in expected}) > 150  # or equality would prove little
     counted = pair.d.counters().since(before)
-    assert counted["decisions_total:remote,length"] == counted["attempts_total:done"] == 200
+    assert counted["decisions_total:remote,length"] == counted["attempts_total:done"] == remote > 150
+    assert counted["decisions_total:local,threshold"] == 200 - remote > 0
 
 
 def test_b2_every_length_around_a_block(pair, mono):
-    """B2: what is sent is ceil(len / bs) blocks, no more, whatever the length; the longest prompt is among them."""
+    """B2: what is sent is ceil(len / bs) blocks, no more, whatever the length; the longest prompt is among them. What
+    is less than a block stays, and is decided about once."""
     longest = pair.d.max_model_len - GREEDY["max_tokens"]
     for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, longest, pair.d.max_model_len - 1):
         tokens = prompt(length, 2000)
@@ -35,8 +38,10 @@ def test_b2_every_length_around_a_block(pair, mono):
         assert pair.d.tokens([tokens], **parameters) == mono.tokens([tokens], **parameters)
         pair.at_rest()
         counted = pair.d.counters().since(before)
-        assert counted["decisions_total:remote,length"] == 1
-        assert counted["transfer_bytes_total"] == -(-length // BLOCK) * BLOCK * BYTES_PER_TOKEN
+        decided = {"remote,length" if length >= BLOCK else "local,threshold": 1}
+        assert counted.with_prefix("decisions_total:") == decided
+        blocks = -(-length // BLOCK) if length >= BLOCK else 0
+        assert counted["transfer_bytes_total"] == blocks * BLOCK * BYTES_PER_TOKEN
 
 
 def test_b3_transferred_bytes_equal(pair):

@@ -459,6 +459,7 @@ def test_b63_health_generate_goes_a_completions_way(tmp_path):
     async def body(served):
         status, said, _ = await served.ask("GET", "/health_generate", headers=[(b"accept", b"*/*")])
         assert (status, said["text"], said["asked"]["max_tokens"]) == (200, "done", 1)
+        assert said["asked"]["kv_transfer_params"] == {"pd": "local"}, "it is this engine that is asked about"
         assert served.drain.open_requests == 0
         served.agent.protocol.set_load(m.Load(running=1))
         served.on_sigterm()

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from vllm_pd.core.expected import Here, There, expect
 from vllm_pd.core.policy import (
     AskedPlace,
     Decision,
@@ -80,9 +81,17 @@ def test_b103_a_request_is_prefilled_where_it_asks_to_be(tokens, whole_blocks, a
         assert decide(msgspec.structs.replace(request, asked=none), config) == decide(request, config)
 
 
-def test_b103_less_than_a_block_is_not_worth_a_hand_over():
-    asked = msgspec.structs.replace(GOOD, whole_blocks=0, asked=AskedPlace.REMOTE)
-    assert decide(asked, CONFIG) == Decision(False, Reason.THRESHOLD)
+@pytest.mark.parametrize("place", [AskedPlace.REMOTE, AskedPlace.AUTO, AskedPlace.OTHER])
+@pytest.mark.parametrize("config", [CONFIG, msgspec.structs.replace(CONFIG, max_local_prefill_tokens=0),
+                                    msgspec.structs.replace(CONFIG, auto=True)], ids=["1000", "0", "auto"])
+def test_b103_less_than_a_block_is_not_worth_a_hand_over(config, place):
+    expected = expect(15, Here(10**6, 1.0, 0.0, 0, 512), There(0, ((0, 1e6), ), 0.0, 0.0)) if config.auto else None
+    request = msgspec.structs.replace(GOOD, prompt_tokens=1502, cached_tokens=1488, blocks=1, asked=place,
+                                      expected=expected)
+    assert decide(msgspec.structs.replace(request, whole_blocks=0), config) == Decision(False, Reason.THRESHOLD,
+                                                                                       expected)
+    if config.max_local_prefill_tokens == 0 or config.auto or place is AskedPlace.REMOTE:
+        assert decide(msgspec.structs.replace(request, whole_blocks=1), config).remote, "or nothing is shown here"
 
 
 @pytest.mark.parametrize("change, reason", [case for case in CASES if case[1] is not Reason.THRESHOLD])

@@ -79,6 +79,23 @@ def test_b103_what_can_t_be_handed_over_is_computed_here_and_counted(decoder, sp
     decoder.engine.check_at_rest()
 
 
+@pytest.mark.parametrize("tokens", [1, 2, BLOCK_SIZE - 1, BLOCK_SIZE])
+def test_b2_what_is_less_than_a_block_stays_whatever_the_threshold(monkeypatch, tokens):
+    """B2: D computes the last token again, so a peer's part of a block brings nothing."""
+    decoder = Decoder(monkeypatch, max_local_prefill_tokens=0)
+    decoder.prefills._metrics = Counts(decoder.prefills._metrics)
+    decoder.engine.add("r", list(PROMPT[:tokens]))
+    decoder.step()
+    if tokens < BLOCK_SIZE:
+        decoder.run()
+        assert not decoder.agent.submitted
+        assert counted(decoder) == [("decision", "local", "threshold")]
+        decoder.engine.check_at_rest()
+    else:
+        assert len(decoder.agent.submitted) == 1
+        assert counted(decoder) == [("decision", "remote", "length")]
+
+
 @pytest.mark.parametrize("place", ["fast", "x" * 10**6, None, 7, [["remote"]], {"remote": {}}])
 def test_b103_a_place_that_does_not_exist_is_counted_and_changes_nothing(decoder, place):
     add(decoder, "long", PROMPT, place)

@@ -113,6 +113,30 @@ def test_b100_a_metaserver_that_is_not_listed_is_said_once_with_its_key(listing,
     end(listing)
 
 
+@pytest.mark.parametrize("threshold", [0, "auto"])
+@pytest.mark.parametrize("tokens", [1, 2, BLOCK_SIZE - 1])
+def test_b2_less_than_a_block_stays_here_and_is_decided_about_once(model_folder, in_flight, tokens, threshold):
+    """B2: D computes the last token again, so a peer's part of a block brings nothing, whatever the threshold."""
+    engine = Engine(model_folder, in_flight, threshold=threshold)
+    block, rest = prompt(BLOCK_SIZE), prompt(tokens)
+    add(engine, "short", rest, "auto")
+    add(engine, "block", block, "local")
+    add(engine, "with a hit", block + rest, "auto")
+    end(engine)
+    assert not engine.protocol.jobs
+    assert [call for call in counted(engine) if call[0] == "decision"] == [
+        ("decision", "local", "threshold"), ("decision", "local", "asked"), ("decision", "local", "threshold")]
+
+
+def test_b2_a_whole_block_goes_to_a_peer(model_folder, in_flight):
+    engine = Engine(model_folder, in_flight, threshold=0)
+    add(engine, "a", prompt(BLOCK_SIZE), "auto")
+    assert engine.status("a") is PARKED
+    engine.prefilled("a")
+    end(engine)
+    assert counted(engine) == [("decision", "remote", "length")]
+
+
 @pytest.mark.parametrize("spoil, reason", [("no peer", "peer"), ("role", "role"), ("short", "threshold"),
                                            ("cached", "threshold"), ("lora", "feature")])
 def test_b103_what_can_t_be_handed_over_is_computed_here_and_counted(engine, spoil, reason):

@@ -32,7 +32,7 @@ class Reason(StrEnum):
     LENGTH = "length"
     TTFT = "ttft"  # auto: the first token comes sooner there, or sooner here
     ITL = "itl"  # auto: here it would make running decodes wait longer than their target
-    THRESHOLD = "threshold"  # too short to be worth it
+    THRESHOLD = "threshold"  # too short to be worth it, or to fill a block that could be written
     FEATURE = "feature"  # something in the request can't go remote
     ROLE = "role"  # it asks for a peer, but this engine hands nothing over
     RETRY = "retry"  # it has been remote as often, or as long, as it may
@@ -112,9 +112,10 @@ def _worth(request: PolicyInput, config: PolicyConfig) -> Decision:
     expected = request.expected
     if request.asked is AskedPlace.LOCAL:
         return Decision(False, Reason.ASKED, expected)
+    if request.whole_blocks < 1:  # a peer's part of a block brings nothing: the last token is computed here anyway
+        return Decision(False, Reason.THRESHOLD, expected)
     if request.asked is AskedPlace.REMOTE:
-        whole = request.whole_blocks > 0  # a peer need not write less
-        return Decision(whole, Reason.ASKED if whole else Reason.THRESHOLD, expected)
+        return Decision(True, Reason.ASKED, expected)
     if not config.auto or expected is None:
         long = request.prompt_tokens - request.cached_tokens > config.max_local_prefill_tokens
         return Decision(long, Reason.LENGTH if long else Reason.THRESHOLD)

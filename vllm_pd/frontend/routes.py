@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from vllm_pd.core import messages as m
+from vllm_pd.core.policy import PARAMS_KEY, PLACE_KEY, AskedPlace
 from vllm_pd.errors import ControlError
 from vllm_pd.events import notice
 from vllm_pd.frontend.access import refusal
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 PREFIX = "/pd/"
 MAX_BODY_BYTES = 4096
 GENERATE_PATH = "/health_generate"
-_ONE_TOKEN = json.dumps({"prompt": "a", "max_tokens": 1, "temperature": 0}).encode()  # of the model, whatever its name
+# Of the model, whatever its name. Here: it is this engine that is asked about, not a prefill engine.
+_ONE_TOKEN = json.dumps({"prompt": "a", "max_tokens": 1, "temperature": 0,
+                         PARAMS_KEY: {PLACE_KEY: AskedPlace.LOCAL}}).encode()
 
 
 class RoutesMiddleware:

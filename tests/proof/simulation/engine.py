@@ -325,7 +325,8 @@ class LightEngine(Engine):
             attempts_made=request.tries, time_left_s=self.node.config.attempt_deadline_s - (
                 self.kernel.now - request.began), broker_up=view.broker_up, prefill_peers=view.prefill_peers,
             queue_length=view.queue_length, parked_blocks=parked, total_blocks=self.blocks,
-            parked_requests=len(self._by_attempt), total_requests=64), self._policy)
+            parked_requests=len(self._by_attempt), total_requests=64,
+            whole_blocks=len(request.token_ids) // BLOCK_SIZE), self._policy)
         request.blocks = self._take(self._need(request))
         if self.node.member.role.decodes and decision.remote:
             attempt = request.attempt = self.node.next_attempt(request.request_id)
