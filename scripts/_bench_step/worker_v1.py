@@ -193,7 +193,8 @@ def about() -> dict:
     from vllm.config import VllmConfig
     from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-    methods = [EngineCoreProc.run_busy_loop, DPEngineCoreProc.run_busy_loop, VllmConfig._verify_kv_transfer_compat]
+    methods = [EngineCoreProc.run_busy_loop, DPEngineCoreProc.run_busy_loop, EngineCoreProc.preprocess_add_request,
+               VllmConfig._verify_kv_transfer_compat]
     return origin() | {"threads": sorted(thread.name for thread in threading.enumerate()),
                        "plugin_modules": sorted(name for name in sys.modules if name.startswith("vllm_pd")),
                        "wrapped": [one.__qualname__ for one in methods if "vllm_pd" in vars(one)]}

@@ -54,10 +54,15 @@ def test_b102_what_can_not_be_read_goes_to_d(body):
 def test_b102_p_computes_one_token_and_no_stream():
     asked = CHAT | {"max_tokens": 90, "max_completion_tokens": 80, "min_tokens": 7, "stream": True, "n": 1,
                     "stream_options": {"include_usage": True}, "temperature": 0.25, "return_token_ids": True,
+                    "seed": 5, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": 1,
+                    "repetition_penalty": 2, "length_penalty": 2, "logit_bias": {"4": 3}, "allowed_token_ids": [4],
+                    "bad_words": ["a"], "stop": ["b"], "stop_token_ids": [4], "structured_outputs": {"regex": "a*"},
+                    "guided_json": {}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "a",
+                    "thinking_token_budget": 5, "repetition_detection": {},
                     "logprobs": True, "top_logprobs": -1, "logprob_token_ids": [4], "return_prompt_text": True}
     made = json.loads(form.prefill_body(form.read_fields(json.dumps(asked).encode())))
     assert made == CHAT | {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "stream": False, "n": 1,
-                           "temperature": 0.25, "kv_transfer_params": {
+                           "temperature": 0, "kv_transfer_params": {
                                "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None,
                                "remote_block_ids": None, "remote_host": None, "remote_port": None}}
     assert "max_completion_tokens" not in json.loads(form.prefill_body(form.read_fields(json.dumps(PLAIN).encode())))

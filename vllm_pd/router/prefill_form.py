@@ -59,10 +59,16 @@ _COVERED = {PARAMS_KEY: ((_NONE, ), PrefillOutcome.ASKED),
             "truncate_prompt_tokens": ((_NONE, ), PrefillOutcome.WHOLE_PROMPT)}
 # What P gets in place of the client's values. `min_tokens`: an answer that ends with its first token, because that is
 # an end of text, would hold no blocks.
-_FOR_PREFILL = {"max_tokens": 1, "min_tokens": 1, "stream": False, "n": 1, PARAMS_KEY: REMOTE_DECODE}
+_FOR_PREFILL = {"max_tokens": 1, "min_tokens": 1, "temperature": 0, "stream": False, "n": 1, PARAMS_KEY: REMOTE_DECODE}
 # Some make P's answer as long as the prompt or the vocabulary. `logprob_token_ids` is an error without `logprobs`.
+# The others only choose P's token, which nobody reads; D gets them, and refuses those that are wrong. With a seed a
+# prompt of several steps ends a P on the CPU. Fields that may be in the prompt's text (`tools`, `response_format`) stay.
 _NOT_FOR_PREFILL = ("stream_options", "return_token_ids", "return_prompt_text", "logprobs", "top_logprobs",
-                    "logprob_token_ids")
+                    "logprob_token_ids",
+                    "seed", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+                    "length_penalty", "logit_bias", "allowed_token_ids", "bad_words", "stop", "stop_token_ids",
+                    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+                    "thinking_token_budget", "repetition_detection")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _prompts = msgspec.json.Decoder(list[msgspec.Raw])
 

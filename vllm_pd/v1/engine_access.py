@@ -2,7 +2,8 @@
 """EngineCore, as far as the binding touches it: woken from any thread, and given requests in its own.
 
 vLLM hands its engine to nobody. `hand_over_engines` wraps `run_busy_loop` of the engine classes, so that an engine
-whose connector is ours passes itself on before its first step; any other engine runs as without the wrap.
+whose connector is ours passes itself on before its first step, and `preprocess_add_request`, which begins to compile a
+grammar: what a request is to sample can't be changed later. Any other engine runs as without the wraps.
 """
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreReque
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdownState
 from vllm.v1.request import RequestStatus
 
+from vllm_pd.v1.held_sampling import spare_sampling
+
 try:
     from vllm.utils.watch_dog import get_watch_dog  # of 0.33
 except ImportError:
@@ -30,8 +33,10 @@ if TYPE_CHECKING:
 
 def hand_over_engines() -> None:
     """From now on an engine of this process calls `bind_engine` of a connector of ours, in its own thread, when its
-    loop begins. May be called again."""
+    loop begins, and spares the sampling of prompts that it only keeps. May be called again."""
     from vllm_pd.v1.connector import PDConnector
+    if not hasattr(EngineCoreProc.preprocess_add_request, "vllm_pd"):
+        EngineCoreProc.preprocess_add_request = _sparing(EngineCoreProc.preprocess_add_request, PDConnector)
     for cls in (EngineCoreProc, DPEngineCoreProc):
         run = cls.__dict__["run_busy_loop"]
         if not hasattr(run, "vllm_pd"):
@@ -54,6 +59,19 @@ def _handing_over(run: Callable[[EngineCoreProc], None], connector_class: type) 
 
     run_busy_loop.vllm_pd = True
     return run_busy_loop
+
+
+def _sparing(prepare: Callable[[EngineCoreProc, EngineCoreRequest], tuple[Request, int]],
+             connector_class: type) -> Callable[[EngineCoreProc, EngineCoreRequest], tuple[Request, int]]:
+
+    @functools.wraps(prepare)
+    def preprocess_add_request(engine: EngineCoreProc, request: EngineCoreRequest) -> tuple[Request, int]:
+        if isinstance(engine.scheduler.get_kv_connector(), connector_class):
+            spare_sampling(request)
+        return prepare(engine, request)
+
+    preprocess_add_request.vllm_pd = True
+    return preprocess_add_request
 
 
 class EngineAccess:

@@ -124,7 +124,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCore.collective_rpc", "loads the weights anew", takes=("method", )),
         Required("EngineCore.execute_dummy_batch", "the other ranks are started before it", takes=()),
         Required("EngineCoreProc._send_abort_outputs", "answers clients at the end", takes=("aborted_reqs", )),
-        Required("EngineCore.preprocess_add_request", "makes a request of our own", takes=("request", )),
+        Required("EngineCore.preprocess_add_request", "makes a request of our own; replaced by ours, which spares the "
+                 "sampling of a prompt that is only kept", exactly=("request", )),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),
     ),
     "v1/engine/__init__.py": (
