@@ -95,7 +95,7 @@ class HandoverWithStore(EngineHandover):
         self._load_fence.hold(_load_key(request.request_id), block_ids)
         self._loads[request.request_id] = OpenLoad(request, request.block_hashes[first], self._store.ranks)
         self._loaded.add(request.request_id)
-        self._lookups += PrefixLookups(1, request.num_tokens, offer.cached_tokens,
+        self._lookups += PrefixLookups(1, request.num_tokens, offer.cached_tokens, 1,
                                        request.num_tokens - offer.cached_tokens, remote_tokens)
         self._store.update_state_after_alloc(request, blocks, remote_tokens)
 

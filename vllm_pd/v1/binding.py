@@ -247,7 +247,8 @@ class EngineHandover(HandoverEngine):
         return [request for request in finished if request not in ours]
 
     def remove_internal(self, stats: SchedulerStats) -> None:
-        """Take what V1 has counted of our own requests out of these statistics."""
+        """Take what V1 has counted of our own requests out of these statistics, and look-ups that brought nothing."""
+        self.remote_prefills.take_lookups_out_of(stats)
         if self.prefill_jobs is None:
             return
         if self.prefill_jobs.has_requests_here:
@@ -330,6 +331,7 @@ class EngineHandover(HandoverEngine):
             self.stalled = False
             self._brings_kv = self._brings_kv or progress.brings_kv
         for attempt in (*progress.finished_prefills, *progress.read_prefixes):
+            self.remote_prefills.note_arrived(attempt)
             if (request := self._leave(attempt)) is not None:
                 self._scheduler.resume_parked(request)
         for attempt in reversed(progress.failed_prefills):  # each goes to the front

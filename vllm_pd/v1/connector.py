@@ -19,6 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from vllm_pd.layers import check_groups
 from vllm_pd.v1.binding import EngineHandover, StepMetadata
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 class PDConnector(KVConnectorBase_V1):
     """Without `SupportsHMA`: V1 then keeps all layers in one group of blocks, which is what is transferred."""
+
+    _cache_hit_source = CacheHitSource.P2P  # the label of V1's figures
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -21,11 +21,13 @@ from vllm_pd.core.messages import Attempt
 from vllm_pd.core.policy import Decision, Reason
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.fence import BlockFence
+from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.metrics import PDMetrics
 from vllm_pd.v1.features import can_go_remote
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
 _QUEUED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -48,12 +50,16 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._by_id: dict[str, Attempt] = {}
         self._matched: dict[str, tuple[Decision, int]] = {}  # by request id: the last decision and its prefix hit
         self._first_tokens: weakref.WeakKeyDictionary[Request, float] = weakref.WeakKeyDictionary()
+        self._looked_up: dict[str, int] = {}  # by request id: the prefix hit, from the look-up to the allocation
+        self._hits: dict[Attempt, int] = {}  # the prefix hits of the parked requests
+        self._lookups: PrefixLookups | None = None
         self._ended: list[Request] = []  # as they were at their end, while a step in flight still computes them
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
         """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all, or 0. None: ask again
         with the next step. May be asked any number of times."""
         self._matched.pop(request.request_id, None)
+        self._looked_up[request.request_id] = cached_tokens
         decision = self.decide(request, cached_tokens)
         if decision is None:
             return 0
@@ -65,6 +71,8 @@ class ParkedRequests(DecodeHandover["Request"]):
     def allocated(self, request: Request, block_ids: list[int], remote_tokens: int) -> None:
         """The request has blocks for its whole prompt, or for what is computed of it next. `remote_tokens`: as `match`
         answered; more than 0 where the request is being parked."""
+        if (looked_up := self._looked_up.pop(request.request_id, None)) is not None and not request.num_preemptions:
+            self._uncount(request, looked_up, remote_tokens)
         decision, cached_tokens = self._matched.pop(request.request_id, (None, 0))
         if decision is None or decision.remote != (remote_tokens > 0):
             return  # it was settled before
@@ -72,8 +80,9 @@ class ParkedRequests(DecodeHandover["Request"]):
             self._fence.hold(attempt, block_ids)
             self._by_attempt[attempt] = request
             self._by_id[request.request_id] = attempt
+            self._hits[attempt] = cached_tokens
             if request.prefill_stats is not None:  # what a peer computes was cached nowhere, as the client's usage says
-                request.prefill_stats.set(request.num_prompt_tokens, cached_tokens, 0)
+                request.prefill_stats.num_cached_tokens = cached_tokens
             self.start(attempt, request, block_ids, cached_tokens)
 
     def leave(self, attempt: Attempt) -> Request | None:
@@ -81,13 +90,30 @@ class ParkedRequests(DecodeHandover["Request"]):
         aborted."""
         request = self._by_attempt.pop(attempt, None)
         if request is not None:
-            del self._by_id[request.request_id]
+            del self._by_id[request.request_id], self._hits[attempt]
         return request
+
+    def note_arrived(self, attempt: Attempt) -> None:
+        """The KV of the attempt's request has come: V1 counts its look-up now. To be called before `leave`."""
+        request, stats = self._by_attempt.get(attempt), self._scheduler.connector_prefix_cache_stats
+        if request is None or stats is None:
+            return
+        hit = self._hits[attempt]
+        came = request.num_prompt_tokens - hit
+        self._scheduler.kv_cache_manager.record_prefix_cache_stats(request, hit)
+        stats.record(came, came, False, self._scheduler.connector.get_external_cache_hit_sources(request, came))
+
+    def take_lookups_out_of(self, stats: SchedulerStats) -> None:
+        """V1 has counted look-ups since the last call in `stats` that it should not have: count them no more."""
+        if self._lookups is not None:
+            self._lookups.take_out_of(stats)
+            self._lookups = None
 
     def withdraw(self, request_id: str) -> Request | None:
         """The request does not wait for a peer any more: it was aborted, or its blocks are needed. Its fence stays
         until the attempt's Released. Returns the request; None if it is not parked."""
         self._matched.pop(request_id, None)
+        self._looked_up.pop(request_id, None)
         attempt = self._by_id.get(request_id)
         if attempt is None:
             return None
@@ -113,6 +139,19 @@ class ParkedRequests(DecodeHandover["Request"]):
         """Any request has ended, peers' jobs included. V1 preempts none that a step in flight computes."""
         self._ended = [one for one in (*self._ended, request)
                        if one.last_sched_seq > self._scheduler.processed_step_seq]
+
+    def _uncount(self, request: Request, cached_tokens: int, remote_tokens: int) -> None:
+        """V1 counts the look-ups of a request that it admits. Those of one that is parked count when its KV has come: if
+        it does not come, the request is admitted again. One that may use no cache is looked up nowhere, for V1 itself
+        as well."""
+        uncached = request.num_tokens - cached_tokens
+        if remote_tokens:
+            made = PrefixLookups(1, request.num_tokens, cached_tokens, 1, uncached, remote_tokens)
+        elif request.skip_reading_prefix_cache:
+            made = PrefixLookups(peer_requests=1, peer_queries=uncached)
+        else:
+            return
+        self._lookups = made if self._lookups is None else self._lookups + made
 
     def _awaits_twin(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
         """Whether a peer prefills blocks for another request that are this one's prefix hit later: so go the samples of

@@ -105,7 +105,7 @@ class InternalRequests(PrefillHandover):
         cached_tokens = self._hits.pop(request.request_id, None)
         if cached_tokens is not None and not request.num_preemptions:  # V1 counts it now, see its SchedulerStats
             self._lookups = (self._lookups or PrefixLookups()) + PrefixLookups(
-                1, request.num_tokens, cached_tokens, request.num_tokens - cached_tokens, remote_tokens)
+                1, request.num_tokens, cached_tokens, 1, request.num_tokens - cached_tokens, remote_tokens)
         if remote_tokens > 0:
             self._fence.hold(attempt, block_ids)
             self._parked[attempt] = request

@@ -30,6 +30,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
         Required("Scheduler.deferred_waiting", "a request that begins anew is taken out of it"),
+        Required("Scheduler.connector_prefix_cache_stats", "a hit is counted when its KV has come"),
         Required("Scheduler.deferred_frees", "no hold ends for blocks that will be free when a step ends"),
         Required("Scheduler._inflight_prefills", "as deferred_waiting: no block is reserved for it"),
         Required("Scheduler.running", "asked whether a step would do anything; requests of ours change places in it"),
@@ -105,6 +106,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/kv_cache_manager.py": (
         Required("KVCacheManager.block_pool", "the pool that fences hold blocks of"),
         Required("KVCacheManager.free", "a request with a prefix hit begins anew", takes=("request", )),
+        Required("KVCacheManager.record_prefix_cache_stats", "counts a look-up whose KV has come",
+                 takes=("request", "num_hits")),
         Required("KVCacheManager.get_block_ids", "the blocks of a request that is computed", takes=("request_id", )),
         Required("KVCacheBlocks.get_block_ids", "the blocks that a request was given", takes=()),
     ),
@@ -190,11 +193,20 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/metrics/stats.py": (
         Required("SchedulerStats.prefix_cache_stats", "look-ups of our own requests are taken out of it"),
         Required("SchedulerStats.connector_prefix_cache_stats", "as prefix_cache_stats"),
+        Required("PrefixCacheStats.hits_by_source", "as prefix_cache_stats"),
+        Required("PrefixCacheStats.record", "counts KV that has come",
+                 takes=("num_tokens", "num_hits", "preempted", "hits_by_source")),
+        Required("PrefillStats.num_cached_tokens", "what a client's usage says about cached tokens"),
+    ),
+    "v1/metrics/cache_hit_source.py": (
+        Required("CacheHitSource.P2P", "the label of tokens that a peer brings"),
     ),
     "config/parallel.py": (
         Required("ParallelConfig.data_parallel_index", "the number of a rank behind its server"),
         Required("ParallelConfig.data_parallel_size_local", "how many ranks of a server are on its host"),
         Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
+        Required("ParallelConfig._api_process_count", "how many processes a server has"),
+        Required("ParallelConfig._api_process_rank", "whether this one starts the engines"),
         Required("ParallelConfig.nnodes", "refused above 1"), Required("ParallelConfig.enable_elastic_ep", "refused"),
         Required("ParallelConfig.enable_fault_tolerance", "refused"),
         Required("ParallelConfig.data_parallel_rank_local", "set without a server, and then refused"),
