@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusing `--kv-offloading-size` beside a connector of ours: vLLM then puts its own connector in the place of ours,
-while it makes the configuration, and says nothing. The engine would serve, and work with no other.
+"""Refusing flags of vLLM with which it does not come to a connector of ours while it makes the configuration.
+
+`--kv-offloading-size`: vLLM puts its own connector in the place of ours, and says nothing. The engine would serve, and
+work with no other. `--[no-]disable-hybrid-kv-cache-manager`: vLLM need not ask our class whether it can be with that
+manager, so our part of the configuration is not made, and the engine ends after the model is loaded.
 
 The rewritten configuration still has our settings. It can be looked at if our connector's class was imported before
 (`vllm_pd.v1.claim`): vLLM does that where it uses full CUDA graphs, else it never asks for the class. So the plugin
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _OPTION = re.compile(r"--kv[-_]offloading[-_]size(?:=(.*))?", re.DOTALL)
+_HYBRID = re.compile(r"--(no[-_])?disable[-_]hybrid[-_]kv[-_]cache[-_]manager")
 _OURS = "broker"  # the key that every configuration of PDConnector has
 
 
@@ -34,8 +38,21 @@ def check_command_line(connectors: Iterable[str]) -> None:
     sizes = [found[1] or "".join(sys.argv[place + 1:place + 2])
              for place, one in enumerate(sys.argv) if (found := _OPTION.fullmatch(one))]
     for connector in connectors if sizes else ():
-        if any(re.search(rf"\b{connector}\b", one) for one in sys.argv):
+        if _names(connector):
             raise _refusal(connector, sizes[-1])
+
+
+def check_hybrid_flag(connector: str) -> None:
+    """Raises ConfigError where this process's command line names this connector, and has either form of the flag for
+    the hybrid KV cache manager."""
+    values = [found[1] is None for one in sys.argv if (found := _HYBRID.fullmatch(one))]
+    if values and _names(connector):
+        raise ConfigError("disable_hybrid_kv_cache_manager", values[-1], "leave both forms of the flag away: with "
+                          f"{connector} vLLM keeps the blocks of all layers in one group by itself")
+
+
+def _names(connector: str) -> bool:
+    return any(re.search(rf"\b{connector}\b", one) for one in sys.argv)
 
 
 def _refusal(connector: str, size: object) -> ConfigError:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import KVEventsConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.config.diffusion import DiffusionConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -20,6 +20,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
+from vllm_pd.ports import take_free_run
 from vllm_pd.source_names import Required
 from vllm_pd.store.with_peers import PDConnectorWithStore
 from vllm_pd.store_checks import check_store
@@ -225,6 +226,60 @@ def test_b80_offloading_where_our_class_was_imported_before():
     assert configure(None, kv_offloading_size=4).kv_transfer_config.kv_connector == "OffloadingConnector"
     other = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     assert configure(other, kv_offloading_size=4).scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize("named", [['--kv-transfer-config={"kv_connector": "PDConnector"}'],
+                                   ["--kv-transfer-config.kv_connector", "PDConnector"]], ids=str)
+@pytest.mark.parametrize("flag, value", [
+    ("--disable-hybrid-kv-cache-manager", True), ("--no-disable-hybrid-kv-cache-manager", False),
+    ("--disable_hybrid_kv_cache_manager", True), ("--no_disable_hybrid_kv_cache_manager", False)])
+def test_b80_the_hybrid_manager_s_flag_is_refused_with_the_command_line(monkeypatch, named, flag, value):
+    """B80: vLLM does not ask for our class with either form, and the model would be loaded before anybody sees it."""
+    for words in (named, [flag], [flag, "--kv-transfer-config", '{"kv_connector": "PDStoreConnector"}'],
+                  [flag + "-x", *named]):
+        monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
+        register()
+    for words in ([*named, flag], [flag, *named]):
+        monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
+        with pytest.raises(ConfigError, match=f"disable_hybrid_kv_cache_manager={value} .*leave both forms"):
+            register()
+
+
+def events(port: int, replay: int | None = None, host: str = "*") -> dict:
+    return {"kv_events_config": KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=f"tcp://{host}:{port}",
+        replay_endpoint=None if replay is None else f"tcp://127.0.0.1:{replay}")}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
+def test_b80_a_taken_port_of_kv_events_is_found_before_the_model_is_loaded(rank, key):
+    """B80: of each data-parallel rank, which adds its number to the port."""
+    first = take_free_run("127.0.0.1", 4)
+    made = events(first, first + 2)
+    configure(transfer(), data_parallel_size=2, **made)
+    with socket.create_server(("", first + rank + 2 * (key == "replay_endpoint"))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"kv_events_config.{key}='[0-9.]*:{port}'.*in use"):
+            configure(transfer(), data_parallel_size=2, **made)
+        configure(None, data_parallel_size=2, **made)  # without PDConnector it is vLLM's own business
+        config = configure(transfer(), data_parallel_size=2, _api_process_count=2, _api_process_rank=1, **made)
+        assert read_settings(config), "one of several processes of a server, whose engine may have its ports by now"
+        with pytest.raises(ConfigError, match="in use"):
+            configure(transfer(), data_parallel_size=2, _api_process_count=2, _api_process_rank=-1, **made)
+
+
+def test_b80_ports_of_kv_events_that_nobody_listens_at():
+    """B80: where the publisher connects, has port 0, or is off, nothing is asked. Two sockets at one port are refused."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        configure(transfer(), **events(port, host="127.0.0.1"))
+        configure(transfer(), **events(0))
+        configure(transfer(), kv_events_config=KVEventsConfig(endpoint=f"tcp://*:{port}"))
+    first = take_free_run("127.0.0.1", 3)
+    with pytest.raises(ConfigError, match=f"kv_events_config.endpoint=.*port {first + 1} is another socket's"):
+        configure(transfer(), data_parallel_size=2, kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=True, endpoint=f"tcp://*:{first}", replay_endpoint=f"tcp://*:{first + 1}"))
 
 
 def test_b43_a_server_of_several_processes_lets_them_drain():

@@ -34,6 +34,7 @@ from vllm_pd.fingerprint import pin_weights
 from vllm_pd.layers import check_v1_layers
 from vllm_pd.offloading import check_offloading
 from vllm_pd.store_checks import check_shared_store
+from vllm_pd.v1.events import check_ports
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
 
@@ -155,6 +156,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
         raise ConfigError("bind", ours.bind, "write port 0: each data-parallel rank listens at a port of its own")
     check_bind(ours.bind)
     require_free_bind(ours.bind)
+    check_ports(config)
     pin_weights(config)
     ours.transport_choice.check_device(config.device_config.device_type)
     if not ours.is_two_sided:

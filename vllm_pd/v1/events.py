@@ -23,8 +23,9 @@ from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.messages import EngineLoad
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
+from vllm_pd.ports import require_free
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.v1.settings import fronts_of_server
+from vllm_pd.v1.settings import fronts_of_server, ranks_of_server
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,6 +40,29 @@ def publishes_events(config: VllmConfig) -> bool:
     """Whether the user has KV events on."""
     events = config.kv_events_config
     return events is not None and events.enable_kv_cache_events and events.publisher != "null"
+
+
+def check_ports(config: VllmConfig) -> None:
+    """Raises ConfigError where a rank's publisher could not listen, as far as this is known before the model is loaded.
+    With several processes of a server only the first one asks, which starts the engines: for the others these ports may
+    be taken by their own engine."""
+    parallel, events = config.parallel_config, config.kv_events_config
+    if not publishes_events(config) or (parallel._api_process_count > 1 and parallel._api_process_rank >= 0):
+        return
+    taken: set[tuple[str, int]] = set()
+    for rank in ranks_of_server(config):
+        for key, endpoint in (("endpoint", events.endpoint), ("replay_endpoint", events.replay_endpoint)):
+            if endpoint is None or not (key == "replay_endpoint" or reach.listens(endpoint)):
+                continue
+            address = urlsplit(reach.of_rank(endpoint, rank).replace("*", "0.0.0.0"))
+            if address.scheme != "tcp" or ":" in address.hostname or not address.port:
+                continue
+            name = f"kv_events_config.{key}"
+            if (address.hostname, address.port) in taken:
+                raise ConfigError(name, endpoint, f"port {address.port} is another socket's of this server: each "
+                                  "data-parallel rank adds its number to both ports, so leave room between the two")
+            require_free(name, address.hostname, [address.port])
+            taken.add((address.hostname, address.port))
 
 
 def report_load(config: PDConfig, front: str, scheduler: HandoverScheduling,

@@ -7,7 +7,7 @@ configuration names PDConnector; vLLM then imports `vllm_pd.v1.activate`.
 from __future__ import annotations
 
 from vllm_pd.installation import check_installation
-from vllm_pd.offloading import check_command_line
+from vllm_pd.offloading import check_command_line, check_hybrid_flag
 
 CONNECTOR = "PDConnector"
 MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.store.activate"}
@@ -15,9 +15,10 @@ MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.store.
 
 def register() -> None:
     """Make the connectors known by their names. May be called again. Raises ConfigError if the patched vLLM of this
-    project is installed, too, and for a command line with which vLLM would replace one of them."""
+    project is installed, too, and for a command line with which vLLM would replace one of them, or not come to it."""
     check_installation()
     check_command_line(MODULES)
+    check_hybrid_flag(CONNECTOR)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     for name, module in MODULES.items():
         if name not in KVConnectorFactory._registry:

@@ -49,12 +49,17 @@ def front_of_rank(front: str, rank: int) -> str:
     return f"{front}-{rank}" if rank else front
 
 
-def fronts_of_server(vllm_config: VllmConfig) -> list[str]:
-    """The same for all ranks of a server that are on its host."""
+def ranks_of_server(vllm_config: VllmConfig) -> range:
+    """The data-parallel ranks of a server that are on its host."""
     parallel = vllm_config.parallel_config
     first = parallel.data_parallel_rank if parallel.local_engines_only else 0
+    return range(first, first + parallel.data_parallel_size_local)
+
+
+def fronts_of_server(vllm_config: VllmConfig) -> list[str]:
+    """`front_of_rank` of these."""
     front = read_settings(vllm_config).front
-    return [front_of_rank(front, first + rank) for rank in range(parallel.data_parallel_size_local)]
+    return [front_of_rank(front, rank) for rank in ranks_of_server(vllm_config)]
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:
