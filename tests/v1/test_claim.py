@@ -270,7 +270,7 @@ def test_b80_a_taken_port_of_kv_events_is_found_before_the_model_is_loaded(rank,
 
 
 def test_b80_ports_of_kv_events_that_nobody_listens_at():
-    """B80: where the publisher connects, has port 0, or is off, nothing is asked. Two sockets at one port are refused."""
+    """B80: where the publisher connects, has port 0, or is off, nothing is asked. Two sockets at one port: refused."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         configure(transfer(), **events(port, host="127.0.0.1"))

@@ -141,9 +141,9 @@ class ParkedRequests(DecodeHandover["Request"]):
                        if one.last_sched_seq > self._scheduler.processed_step_seq]
 
     def _uncount(self, request: Request, cached_tokens: int, remote_tokens: int) -> None:
-        """V1 counts the look-ups of a request that it admits. Those of one that is parked count when its KV has come: if
-        it does not come, the request is admitted again. One that may use no cache is looked up nowhere, for V1 itself
-        as well."""
+        """V1 counts the look-ups of a request that it admits. Those of a parked one count when its KV has come: if it
+        does not come, the request is admitted again. One that may use no cache is looked up nowhere, as V1 itself says
+        of its own cache."""
         uncached = request.num_tokens - cached_tokens
         if remote_tokens:
             made = PrefixLookups(1, request.num_tokens, cached_tokens, 1, uncached, remote_tokens)
