@@ -80,8 +80,8 @@ class PDConfig:
         DEFAULT_PREFIX, "What the names of this fleet's bucket and stream on a NATS server begin with.")
     max_local_prefill_tokens: int | str = _key(
         1000, "A prompt with more tokens than this after the prefix hit may be prefilled remotely; up to it the "
-        "decode engine prefills by itself, as it does whatever is less than a block. `auto`: the decode engine compares "
-        "when the first token would come, by what it has measured.", least=0, words=(AUTO, ))
+        "decode engine prefills by itself, as it does whatever is less than a block. `auto`: the decode engine "
+        "compares when the first token would come, by what it has measured.", least=0, words=(AUTO, ))
     itl_target_ms: float | None = _key(
         None, "With `max_local_prefill_tokens` `auto`: a prompt whose local prefill would make a step of running "
         "decodes longer than this goes to a prefill engine, even where its first token comes later there. Without it "

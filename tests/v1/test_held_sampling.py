@@ -63,7 +63,8 @@ def test_b91_no_grammar_is_compiled_for_a_kept_prompt_and_other_engines_stay_as_
     compiled = []
     connector = object.__new__(PDConnector) if ours else object()
     engine = SimpleNamespace(
-        scheduler=SimpleNamespace(get_kv_connector=lambda: connector), mm_receiver_cache=None, request_block_hasher=None,
+        scheduler=SimpleNamespace(get_kv_connector=lambda: connector), mm_receiver_cache=None,
+        request_block_hasher=None,
         structured_output_manager=SimpleNamespace(grammar_init=compiled.append))
     prepare = types.MethodType(_sparing(EngineCore.preprocess_add_request, PDConnector), engine)
     made, _ = prepare(EngineCoreRequest(
@@ -86,7 +87,8 @@ def test_b102_b7_a_seeded_prompt_of_several_steps_does_not_end_a_prefill_engine(
     try:
         engine.ready()
         many = prompts(60, (1200, ) * len(kinds))
-        answers = engine.generate(many, 1, [{"temperature": 1.0, "seed": 1, "extra_args": ASKS, **one} for one in kinds])
+        seeded = {"temperature": 1.0, "seed": 1, "extra_args": ASKS}
+        answers = engine.generate(many, 1, [{**seeded, **one} for one in kinds])
         assert [len(tokens) for tokens in answers] == [1] * len(kinds)
         assert all(one["remote_request_id"] for one in engine.params()), "some are not kept"
         assert len(engine.generate(prompts(61, (1300, )), 3, [{"temperature": 1.0, "seed": 1, "extra_args": ASKS}])[0])

@@ -62,7 +62,7 @@ _COVERED = {PARAMS_KEY: ((_NONE, ), PrefillOutcome.ASKED),
 _FOR_PREFILL = {"max_tokens": 1, "min_tokens": 1, "temperature": 0, "stream": False, "n": 1, PARAMS_KEY: REMOTE_DECODE}
 # Some make P's answer as long as the prompt or the vocabulary. `logprob_token_ids` is an error without `logprobs`.
 # The others only choose P's token, which nobody reads; D gets them, and refuses those that are wrong. With a seed a
-# prompt of several steps ends a P on the CPU. Fields that may be in the prompt's text (`tools`, `response_format`) stay.
+# prompt of several steps ends a P on the CPU. What may be in the prompt's text stays (`tools`, `response_format`).
 _NOT_FOR_PREFILL = ("stream_options", "return_token_ids", "return_prompt_text", "logprobs", "top_logprobs",
                     "logprob_token_ids",
                     "seed", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",

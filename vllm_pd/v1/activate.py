@@ -4,8 +4,8 @@
 The import checks that this vLLM has what the binding stands on (`vllm_pd.v1.required`) before anything else, then has
 methods of vLLM call us: the last check of a configuration, where the settings are taken over (`vllm_pd.v1.claim`), the
 engine's loop, where an engine is handed to its connector, the way of a request into it (both
-`vllm_pd.v1.engine_access`), and the start of a server (`vllm_pd.v1.front`). All do nothing for a configuration without PDConnector. Raises ConfigError
-for a vLLM that does not fit.
+`vllm_pd.v1.engine_access`), and the start of a server (`vllm_pd.v1.front`). All do nothing for a configuration without
+PDConnector. Raises ConfigError for a vLLM that does not fit.
 """
 from vllm_pd.v1.required import check_installed
 

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
 )
-
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_pd.layers import check_groups
