@@ -64,8 +64,8 @@ def test_b3_transferred_bytes_equal(pair):
     pair.d.wait([name])
 
 
-def test_b4_a_prompt_that_d_has_in_its_cache_sends_no_whole_block(pair, mono):
-    """B4: the second time only what is not cached is sent, and the cached blocks keep their bytes."""
+def test_b4_a_prompt_that_d_has_in_its_cache_is_not_handed_over(pair, mono):
+    """B4: less than a block is left to compute, so no job is made, whatever the threshold."""
     tokens = prompt(4 * BLOCK + 3, 4000)
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     pair.at_rest()
@@ -75,7 +75,8 @@ def test_b4_a_prompt_that_d_has_in_its_cache_sends_no_whole_block(pair, mono):
     assert result["outputs"][0]["token_ids"][:8] == mono.tokens([tokens])[0]
     pair.at_rest()
     counted = pair.d.counters().since(before)
-    assert counted["transfer_bytes_total"] == BLOCK * BYTES_PER_TOKEN
+    assert counted["transfer_bytes_total"] == counted["attempts_total:done"] == 0
+    assert counted["decisions_total:local,threshold"] == 1
 
 
 def test_b4_a_prompt_that_fits_the_threshold_with_its_hit_stays(pair, mono):
