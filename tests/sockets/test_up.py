@@ -8,6 +8,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -41,6 +42,7 @@ from vllm_pd.launch.plan import (
     starting_at_once,
 )
 from vllm_pd.launch.printer import LinePrinter
+from vllm_pd.launch.router_args import parse_router_args
 from vllm_pd.launch.serve_args import value_of
 from vllm_pd.launch.shares import split_evenly
 from vllm_pd.launch.up import Fleet, StartError, check_times
@@ -197,6 +199,14 @@ class TestPlan:
         text = "--continue-streams --policy round-robin --unready-s=0.5"
         command = plan(router=True, router_args=text).router.command
         assert command[-4:] == ("--continue-streams", "--policy", "round-robin", "--unready-s=0.5")
+
+    @pytest.mark.parametrize("pd, text, grace_s", [
+        ({"drain_timeout_s": 600.5}, "", 600.5), ({"drain_timeout_s": 600}, "--unready-s 1", 600),
+        ({"drain_timeout_s": 600}, "--grace-s=120", 120), ({"drain_timeout_s": 5}, "--grace-s 120", 120), ({}, "", 30)])
+    def test_b20_a_request_may_go_on_at_the_router_as_long_as_at_its_engine(self, pd, text, grace_s):
+        words = plan(router=True, router_args=text, pd=pd).router.command
+        words = shlex.join(words[words.index("--broker") + 2:])
+        assert parse_router_args(words).options.grace_s == grace_s
 
     @pytest.mark.parametrize("text, error", [
         ("--continue-stream", "router --help"), ("--unready-s soon", "'--unready-s'"), ("--unready-s", "router --help"),
@@ -699,6 +709,8 @@ def test_b80_no_fleet_comes_up_in_such_a_time(timeout_s):
 @pytest.mark.parametrize("options, ending_s", [
     ({}, 30), ({"router": True}, 32), ({"router": True, "router_args": "--grace-s 120 --unready-s 5"}, 125),
     ({"pd": {"drain_timeout_s": 600}}, 600),
+    ({"pd": {"drain_timeout_s": 600}, "router": True}, 602),
+    ({"pd": {"drain_timeout_s": 0}, "router": True}, 2),
     ({"pd": {"drain_timeout_s": 600}, "router": True, "router_args": "--grace-s 120"}, 600)])
 def test_b20_nothing_is_killed_while_it_drains(options, ending_s):
     made = plan(**options)

@@ -131,7 +131,6 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
             raise ConfigError(key, value, "a prompt is handed from one engine to another: write 1 or more")
     refuse_ours(options.serve_args)
     prefill_first = _is_prefill_first(options)
-    router_args = _router_args(options)
     count = options.prefill + options.decode
     taken = count + options.router
     if not 1 <= options.port <= 65536 - taken:
@@ -146,6 +145,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     if "broker" in options.pd:
         raise ConfigError("--pd broker", options.pd["broker"], "`up` starts the broker itself: use --broker-port")
     configs = {role: PDConfig.parse(role.value, {**options.pd, "broker": f"tcp://{HOST}:1"}) for role in ROLE_NAMES}
+    drain_timeout_s = configs[Role.DECODE].drain_timeout_s
+    router_args = _router_args(options, drain_timeout_s)
     if not configs[Role.DECODE].bind.endswith(":0"):
         raise ConfigError("--pd bind", options.pd["bind"], "each engine needs a control port of its own: write port 0, "
                           "or leave it out")
@@ -186,7 +187,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
                            {variable: key for variable, key in keys_by_variable.items() if key is not None},
                            router_args.options.unready_s + router_args.options.grace_s)
     return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines,
-                     configs[Role.DECODE].drain_timeout_s, front)
+                     drain_timeout_s, front)
 
 
 def _is_prefill_first(options: UpOptions) -> bool:
@@ -203,14 +204,15 @@ def _is_prefill_first(options: UpOptions) -> bool:
     return True
 
 
-def _router_args(options: UpOptions) -> RouterArgs:
-    """What the router is started with besides. Raises ConfigError."""
+def _router_args(options: UpOptions, drain_timeout_s: float) -> RouterArgs:
+    """What the router is started with besides: requests are open there as long as at the engines. Raises ConfigError.
+    """
     if options.router_args and not options.router:
         raise ConfigError("--router-args", options.router_args, "they are the router's: add --router, or leave them "
                           "out")
     if not options.router:
         return RouterArgs()
-    return parse_router_args(options.router_args, value_of("--api-key", options.serve_args))
+    return parse_router_args(options.router_args, value_of("--api-key", options.serve_args), grace_s=drain_timeout_s)
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:

@@ -25,9 +25,10 @@ class RouterArgs:
     options: RouterOptions = RouterOptions()
 
 
-def parse_router_args(text: str, api_key: str | None = None) -> RouterArgs:
+def parse_router_args(text: str, api_key: str | None = None, grace_s: float = RouterOptions.grace_s) -> RouterArgs:
     """The options in this text, which is split as in a shell; none in an empty text. `api_key` is the engines', which
-    the router gets, too. Raises ConfigError for an option that is unknown, wrong or set by `up`."""
+    the router gets, too. `grace_s` is its --grace-s where the text has none. Raises ConfigError for an option that is
+    unknown, wrong or set by `up`."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -36,6 +37,8 @@ def parse_router_args(text: str, api_key: str | None = None) -> RouterArgs:
         flag = word.partition("=")[0]
         if flag in OURS:
             raise ConfigError(f"{FLAG} {flag}", None, f"`up` sets it: use {OURS[flag]}")
+    if grace_s != RouterOptions.grace_s:
+        words = ("--grace-s", str(grace_s), *words)  # of an option that is given twice, the last one counts
 
     def check(options: RouterOptions, policy: RoutingPolicyConfig) -> RouterOptions:
         policy.check()
