@@ -20,20 +20,19 @@ from vllm_pd.router import placing as placing_module
 from vllm_pd.router import tokens
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.outline import MAX_SCANNED_BYTES, parse
 from vllm_pd.router.placing import MAX_WEIGHED, Placer
 from vllm_pd.router.policy import ChoiceReason, Policy, RoutingPolicyConfig, choose
 from vllm_pd.router.tokenizer import Prompt, Tokenizer
 from vllm_pd.router.tokens import (
     LOOP_REST,
     MAX_LOOP_BYTES,
-    MAX_PARSED_BYTES,
     MAX_QUEUED,
     MAX_REST_S,
     MAX_TEXT_BYTES,
     Tokenized,
     TokenizeRequest,
     TokenPool,
-    parse,
 )
 from vllm_pd.router.workers import Workers, WorkerSource
 
@@ -112,12 +111,11 @@ async def test_what_the_engines_announce_counts_and_a_tried_one_does_not():
 
 def test_of_a_very_long_request_only_its_model_and_session_are_read():
     sent = body(prompt=list(range(300_000)), user="u", session_id="s", cache_salt="c")
-    assert len(sent) > MAX_PARSED_BYTES
-    prompt = parse(sent)
-    assert (prompt.model, prompt.user, prompt.session_id, prompt.cache_salt) == ("m", "u", "s", None)
-    assert parse(sent[:-1]) is None and parse(b"[" + b"1," * MAX_PARSED_BYTES + b"1]") is None
+    assert len(sent) > MAX_SCANNED_BYTES
+    outline = parse(sent)
+    assert (outline.model, outline.user, outline.session_id, outline.is_scanned) == ("m", "u", "s", False)
     other = parse(sent.replace(b"[0, 1,", b"[0, 2,"))
-    assert other.prompt != prompt.prompt, "what is hashed consistently tells them apart"
+    assert other.begin != outline.begin, "what is hashed consistently tells them apart"
 
 
 async def test_the_page_says_what_the_index_has_seen_and_holds():
@@ -201,7 +199,7 @@ async def test_a_session_keeps_its_worker():
     (body(prompt=None, messages=[{"content": "1"}], chat_template="{{ 1 }}"), Tokenized.NONE),
     (body(prompt=None, messages=[{"content": "1"}], chat_template_kwargs={"a": "x" * MAX_TEXT_BYTES}), Tokenized.LONG),
     (body(range(MAX_TEXT_BYTES // 5)), Tokenized.LONG), (body(prompt=[100] * (MAX_TEXT_BYTES // 4)), Tokenized.GIVEN),
-    (body(prompt=[100] * (MAX_PARSED_BYTES // 5)), Tokenized.LONG),
+    (body(prompt=[100] * (MAX_SCANNED_BYTES // 5)), Tokenized.LONG),
     (body(prompt=None, messages=[5]), Tokenized.FAILED), (body(prompt=None, messages={"a": 1}), Tokenized.NONE),
 ], ids=lambda value: str(value[:90]))
 async def test_whatever_is_sent_is_routed_and_counted(sent, outcome):

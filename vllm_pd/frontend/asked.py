@@ -67,6 +67,6 @@ class _Body(msgspec.Struct):
 
 def _is_place(value: msgspec.Raw) -> bool:
     try:
-        return msgspec.json.decode(value) in PLACES
+        return len(bytes(value)) <= SHOWN_BYTES and msgspec.json.decode(value) in PLACES
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return False

@@ -24,6 +24,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from vllm_pd.router.outline import all_fields
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_CONTINUATIONS = 2  # of one stream
 MAX_BODY_BYTES = 1 << 20  # of a request; most of its fields are only skimmed
@@ -87,7 +89,7 @@ class _ReadFields(msgspec.Struct):
     messages: list[_TextMessage] | None = None
 
 
-_fields, _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(_ReadFields)
+_read_fields = msgspec.json.Decoder(_ReadFields)
 
 
 class _Delta(msgspec.Struct, forbid_unknown_fields=True):
@@ -177,7 +179,7 @@ class ContinuableStream:
         if len(body) > MAX_BODY_BYTES or path not in (COMPLETIONS, CHAT):
             return None
         try:
-            fields = {name: bytes(value) for name, value in _fields.decode(body).items()}
+            fields = {name: bytes(value) for name, value in all_fields(body).items()}
             read = _read_fields.decode(body)
         except _UNREADABLE:
             return None

@@ -67,7 +67,7 @@ class RouterOptions:
         "--api-key, and else for this machine only.")] = None
     worker_api_key: Annotated[str | None, Option("The key that the router sends to engines, not the client's.")] = None
     max_in_flight: Annotated[int, Option("How many requests an engine may have open at a time.")] = 1024
-    max_body_bytes: Annotated[int, Option("The largest body of a request.")] = 64 << 20
+    max_body_bytes: Annotated[int, Option("The largest body of a request.")] = 32 << 20
     max_bodies_bytes: Annotated[int, Option("The largest sum of the bodies of all open requests.")] = 1 << 30
     max_connections: Annotated[int, Option("How many connections all clients together may have.")] = 8192
     unready_s: Annotated[float, Option(

@@ -8,12 +8,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
+from xxhash import xxh3_128_hexdigest
 
-from vllm_pd.router import tokens
+from vllm_pd.router import responses, tokens
 from vllm_pd.router.deferred import DeferredPrompt, DeferredPrompts
 from vllm_pd.router.families import Families, Family
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.outline import BEGIN_BYTES, Outline, parse
 from vllm_pd.router.policy import Candidate, Choice, PlacementRequest, Policy, RoutingPolicyConfig, choose
 from vllm_pd.router.tokens import Tokenized, TokenizeRequest
 from vllm_pd.router.workers import RouterWorker, Workers
@@ -25,7 +27,8 @@ STALE_LOAD_S = 3.0
 LOAD_DELAY_S = 0.05  # a load report does not include requests sent less than this before it arrived
 MAX_RECENT = 10_000
 MAX_TURNS = 4096  # models and adapters
-KEY_BYTES = 256
+MAX_KEY_CHARS = 512  # of a longer session or user its hash stands for it
+MAX_BLOCKS = 1 << 14  # of a prompt: what follows them hardly changes the choice, and the loop takes 0.6 us for each
 PARTIAL_BLOCKS = 3  # so many blocks of new text show whether a prompt is one that others have sent
 CHARS_PER_TOKEN = 4  # of English
 MAX_WEIGHED = 128  # workers for one request
@@ -99,14 +102,14 @@ class Placer:
                    generates: bool = True) -> PlacementPlan:
         """Read what is needed to place a request. The prompt is tokenised only where the policy needs that.
         `completes`: the request is a completion. `generates`: its answer takes a step of an engine."""
-        prompt = tokens.parse(body) if body else None
-        model = prompt.model if prompt is not None and isinstance(prompt.model, str) else None
+        outline = parse(body) if body else None
+        model = outline.model if outline is not None else None
         turn = self._turn(generates, model)
         policy = self.config.policy
         if not body:
             return PlacementPlan(PlacementRequest(turn=turn))
         if policy is Policy.CONSISTENT_HASH:
-            return PlacementPlan(PlacementRequest(key=_key(headers, prompt), turn=turn), model)
+            return PlacementPlan(PlacementRequest(key=_key(headers, outline, body), turn=turn), model)
         if policy is not Policy.KV or not completes or not self._workers.has_choice:
             return PlacementPlan(PlacementRequest(turn=turn), model)
         family = self.families.of_model(model, self._workers)
@@ -115,8 +118,8 @@ class Placer:
         adapter = self._adapter(family, model)
         indexes = dict(family.indexes)
         request = TokenizeRequest(
-            prompt, lambda ids: {size: index.hashes(ids, adapter) for size, index in indexes.items()}, len(body),
-            family.name)
+            outline, lambda ids: {size: index.hashes(ids[:MAX_BLOCKS * size], adapter)
+                                  for size, index in indexes.items()}, len(body), family.name)
         partial = tokens.PartialTerms(PARTIAL_BLOCKS * CHARS_PER_TOKEN * max(indexes),
                                       lambda hashes: self._is_unknown(family, hashes))
         result = await self.pool.tokenize(request, partial)
@@ -283,15 +286,14 @@ def _largest_overlap(overlaps: Overlaps, url: str) -> tuple[int, int]:
     return largest
 
 
-def _key(headers: list[tuple[bytes, bytes]], prompt: tokens.Prompt | None) -> str:
-    """The key for consistent hashing: the session, else the user, else the start of the prompt."""
-    for name, value in headers:
-        if name == SESSION_HEADER:
-            return value.decode("latin-1")
-    if prompt is None:
-        return ""
-    for named in (prompt.session_id, prompt.user):
-        if isinstance(named, str) and named:
-            return named
-    begin = prompt.messages if prompt.messages is not None else prompt.prompt
-    return msgspec.json.encode(begin)[:KEY_BYTES].decode(errors="replace")
+def _key(headers: list[tuple[bytes, bytes]], outline: Outline | None, body: bytes) -> str:
+    """The key for consistent hashing: the session, else the user, else the start of the prompt, or of a body that has
+    none. It is short, because it is hashed with the name of each worker."""
+    session = responses.find(headers, SESSION_HEADER)
+    if session is not None:
+        key = session.decode("latin-1")
+    elif outline is None:
+        key = body[:BEGIN_BYTES].decode("latin-1")
+    else:
+        key = outline.session_id or outline.user or outline.begin.decode("latin-1")
+    return key if len(key) <= MAX_KEY_CHARS else xxh3_128_hexdigest(key.encode(errors="surrogatepass"))

@@ -17,18 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-import msgspec
-
 from vllm_pd.router.options import NO_TOKENIZER, RouterOptions
-from vllm_pd.router.tokenizer import Prompt, Tokenizer
+from vllm_pd.router.outline import Outline, parse
+from vllm_pd.router.tokenizer import Tokenizer
 
 logger = logging.getLogger("vllm.pd.router")
 
 MAX_QUEUED = 64
 RETRY_S = (5.0, 60.0)  # first pause, longest
 MAX_TEXT_BYTES = 1 << 19  # of a request whose prompt is text; a longer one could not be ready in time
-MAX_PARSED_BYTES = 2 << 20  # parsing token ids takes the loop 6 ms per MiB; of a longer request only `_Outline` is read
-OUTLINE_BYTES = 256  # of a longer request, in place of its prompt
 MAX_LOOP_BYTES = 4096  # of a request that the loop tokenises itself: English takes 0.7 ms, the worst found 2 ms
 MAX_PARTIAL_BYTES = 1 << 16  # of a request whose first part the loop tokenises
 PARTIAL_CPU_S = 0.001  # a first part takes 0.1 to 0.5 ms of CPU; after one that took more the loop rests
@@ -52,7 +49,7 @@ class Tokenized(StrEnum):
 class TokenizeRequest(NamedTuple):
     """A prompt to tokenise. `finish` is called with its token ids, in the loop or in a thread; what it returns is the
     result's `made`. `size_bytes` is the size of the whole request. `family` names the tokenizer."""
-    prompt: Prompt | None
+    outline: Outline | None
     finish: Callable[[Sequence[int]], Any]
     size_bytes: int
     family: str = ""
@@ -70,30 +67,6 @@ class TokenizeResult(NamedTuple):
     outcome: Tokenized
     tokens: int = 0
     made: Any = None
-
-
-class _Outline(msgspec.Struct):
-    """The fields read of a very long request."""
-    model: Any = None
-    user: Any = None
-    session_id: Any = None
-
-
-_decoder = msgspec.json.Decoder(Prompt)
-_outline_decoder = msgspec.json.Decoder(_Outline)
-
-
-def parse(body: bytes) -> Prompt | None:
-    """The fields of a request's body that the router reads. None for a body that is not a JSON object; the worker will
-    answer with an error. For a body over MAX_PARSED_BYTES its first bytes stand for the prompt."""
-    try:
-        if len(body) > MAX_PARSED_BYTES:
-            outline = _outline_decoder.decode(body)
-            return Prompt(outline.model, body[:OUTLINE_BYTES].decode(errors="replace"), user=outline.user,
-                          session_id=outline.session_id)
-        return _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 class TokenPool:
@@ -142,19 +115,17 @@ class TokenPool:
     async def tokenize(self, request: TokenizeRequest, partial: PartialTerms | None = None) -> TokenizeResult:
         """Tokenise a prompt; with `partial`, its first part only where that is enough. Never raises. A client's own
         chat template is not run, because it is a program that nothing could stop."""
-        prompt, size_bytes = request.prompt, request.size_bytes
-        if prompt is None or prompt.cache_salt is not None or prompt.mm_processor_kwargs or prompt.documents:
-            return TokenizeResult(Tokenized.NONE)
-        if prompt.chat_template is not None:
-            return TokenizeResult(Tokenized.NONE)
-        if size_bytes > MAX_PARSED_BYTES:
+        outline = request.outline
+        if outline is not None and not outline.is_scanned:
             return TokenizeResult(Tokenized.LONG)
-        given = _is_given(prompt.prompt)
-        if not given and not (isinstance(prompt.messages, list) and prompt.messages or prompt.prompt):
+        if outline is None or outline.depends_on_more:
+            return TokenizeResult(Tokenized.NONE)
+        given = outline.has_ids
+        if not given and not outline.has_text:
             return TokenizeResult(Tokenized.NONE)
         if not given and self._tokenizer_of(request.family) is None:
             return TokenizeResult(Tokenized.NOT_LOADED)
-        if not given and size_bytes > MAX_TEXT_BYTES:
+        if not given and request.size_bytes > MAX_TEXT_BYTES:
             return TokenizeResult(Tokenized.LONG)
         return await self._caught(self._in_loop_or_thread(request, given, partial))
 
@@ -198,7 +169,7 @@ class TokenPool:
             return None
         began_s = time.thread_time()
         try:
-            ids = self._tokenizer_of(request.family).partial(request.prompt, partial.chars)
+            ids = self._tokenizer_of(request.family).partial(request.outline.prompt, partial.chars)
             made = None if ids is None else request.finish(ids.ids)
             return TokenizeResult(Tokenized.BEGUN, ids.tokens, made) if made and partial.is_enough(made) else None
         finally:
@@ -228,9 +199,9 @@ class TokenPool:
             return await asyncio.shield(task)
 
     def _work(self, request: TokenizeRequest) -> TokenizeResult:
-        given = _is_given(request.prompt.prompt)
-        ids = (_given_ids(request.prompt.prompt) if given else
-               self._tokenizer_of(request.family).tokens(request.prompt))
+        outline = request.outline
+        given = outline.has_ids
+        ids = outline.ids() if given else self._tokenizer_of(request.family).tokens(outline.prompt)
         if not ids:
             return TokenizeResult(Tokenized.NONE)
         return TokenizeResult(Tokenized.GIVEN if given else Tokenized.DONE, len(ids), request.finish(ids))
@@ -264,18 +235,3 @@ class TokenPool:
 def _rest_s(took_s: float) -> float:
     """How long the loop rests after a prompt that took `took_s`."""
     return min(LOOP_REST * took_s, MAX_REST_S)
-
-
-def _is_given(prompt: Any) -> bool:
-    """Whether the first prompt is a list of token ids, judged by its first element."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
-        prompt = prompt[0]
-    return isinstance(prompt, list) and bool(prompt) and type(prompt[0]) is int
-
-
-def _given_ids(prompt: list[Any]) -> list[int]:
-    """The token ids of the first prompt. Raises ValueError where an element is none. Takes 0.1 s for a million."""
-    ids = prompt[0] if isinstance(prompt[0], list) else prompt
-    if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
-        raise ValueError("not all are token ids")
-    return ids
