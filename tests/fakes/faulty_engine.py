@@ -60,6 +60,7 @@ class FaultyEngine:
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
         self.heard = 0  # requests of any kind
         self.probes = 0
+        self.version = "0.9.2"
         self.cancelled = 0
         self.gap_s = 0.0
         self.chunks = TOKENS
@@ -103,6 +104,8 @@ class FaultyEngine:
         probe = target == "/health_generate" or b'"prompt":"a"' in body
         if target == "/v1/models":
             return whole(writer, 200, {"data": self.cards or [{"id": self.model, "root": "none", "parent": None}]})
+        if target == "/version":
+            return whole(writer, 200 if self.version else 404, {"version": self.version})
         if target == "/metrics":
             return await self._metrics(reader, writer)
         if target == "/pd/events" and self.notices:
@@ -121,6 +124,8 @@ class FaultyEngine:
             fault = self.refuses
         if b"kill" in body and not self.survives:
             self._server.close()
+            for task in self._open - {asyncio.current_task()}:  # a process that is gone has no connections
+                task.cancel()
             return False
         if not probe and self.strict and json.loads(body)["model"] != self.model:
             return whole(writer, 404, {"object": "error", "message": "The model does not exist.", "code": 404})

@@ -170,7 +170,7 @@ def test_b103_a_request_asks_where_it_is_prefilled(fleet, path):
         wait_for(lambda counts=counts: counts() == 1, f"{place} is counted")
     for other in ("fast", "x" * 100_000, None, {"a": [[]]}, 7):
         status, _, answer = request(urls[0], "POST", path, body | {"kv_transfer_params": {"pd": other}, "stream": True})
-        assert status == 400 and json.loads(answer)["message"].startswith("kv_transfer_params.pd="), answer
+        assert status == 400 and json.loads(answer)["error"]["message"].startswith("kv_transfer_params.pd="), answer
     for unread in ({"kv_transfer_params": "fast"}, {"kv_transfer_params": {"pd": "auto", "x": 10**400}},
                    {"vllm_xargs": {"kv_transfer_params": "remote"}}, {"kv_transfer_params": {"x": [[[]]] * 1000}}):
         request(urls[0], "POST", path, body | unread)  # vLLM's own answer, whichever it is

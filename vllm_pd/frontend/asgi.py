@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
-from vllm_pd.frontend.edge import error_body
+from vllm_pd.frontend.errors import error_body, installed_form
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -22,9 +22,10 @@ def route_path(scope: Scope) -> str:
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
-def error_response(status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None) -> Response:
-    """A response with this error as JSON."""
-    return Response(error_body(status, text), status.value, headers, "application/json")
+def error_response(status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None,
+                   path: str = "") -> Response:
+    """A response with this error as JSON, in the form of the installed vLLM for requests to `path`."""
+    return Response(error_body(status, text, installed_form(), path), status.value, headers, "application/json")
 
 
 def posts_json(scope: Scope) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.core.policy import PARAMS_KEY, PLACE_KEY, PLACES
-from vllm_pd.frontend.asgi import error_response, posts_json, read_body
+from vllm_pd.frontend.asgi import error_response, posts_json, read_body, route_path
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -35,7 +35,7 @@ class AskedMiddleware:
         body, receive = await read_body(receive)
         refused = place_refusal(body)
         if refused is not None:
-            await error_response(HTTPStatus.BAD_REQUEST, refused)(scope, receive, send)
+            await error_response(HTTPStatus.BAD_REQUEST, refused, path=route_path(scope))(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

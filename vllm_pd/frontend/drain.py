@@ -191,7 +191,8 @@ class DrainMiddleware:
         elif self._drain.draining:
             refusal = error_response(HTTPStatus.SERVICE_UNAVAILABLE,
                                      "this engine takes no new requests: it is being drained",
-                                     {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"})
+                                     {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
+                                     route_path(scope))
             await refusal(scope, receive, send)
         else:
             with self._drain.open_request():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Collection
@@ -23,7 +22,7 @@ import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from vllm_pd.frontend import sparing_log
+from vllm_pd.frontend import errors, sparing_log
 
 SWEEP_S = 0.25
 LINGER_S = 1.0  # how long a refused client may read the reason
@@ -76,11 +75,14 @@ class _Refused(Exception):
 class Edge:
     """The connections of one server. `count` is called for each client that is cut off, with the reason: `header_size`,
     `head_time`, `body_time`, `write_time`, `pipelined`, `malformed`, `room` or `full`. Paths in `spared` are served
-    even where there are too many connections."""
+    even where there are too many connections. `error_body` makes the body of an error."""
 
     def __init__(self, limits: EdgeLimits, count: Callable[[str], None] = lambda reason: None,
-                 spared: Collection[bytes] = ()) -> None:
+                 spared: Collection[bytes] = (),
+                 error_body: Callable[[HTTPStatus, str], bytes] = lambda status, text: errors.error_body(
+                     status, text, errors.installed_form())) -> None:
         self.limits = limits
+        self.error_body = error_body
         self.count = count
         self.ending = False  # close each connection after its present answer
         self._spared = frozenset(spared)
@@ -219,7 +221,7 @@ class EdgeConnection(HttpToolsProtocol):
         elif self._part is _Part.BODY:  # the request was answered before its end
             self.transport.abort()
             return
-        body = error_body(status, text)
+        body = self._edge.error_body(status, text)
         self.transport.write(STATUS_LINE[status] + b"content-type: application/json\r\nconnection: close\r\n"
                              b"content-length: %d\r\n\r\n%b" % (len(body), body))
         self.refused_s = self.loop.time()
@@ -368,7 +370,7 @@ class EdgeConnection(HttpToolsProtocol):
                         send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
         self._edge.count("full")
         status = HTTPStatus.SERVICE_UNAVAILABLE
-        body = error_body(status, "too many connections: try again later")
+        body = self._edge.error_body(status, "too many connections: try again later")
         await send({"type": "http.response.start", "status": status.value,
                     "headers": [(b"content-type", b"application/json"), (b"retry-after", b"1"),
                                 (b"connection", b"close"), (b"content-length", str(len(body)).encode())]})
@@ -439,12 +441,6 @@ def _reset(transport: asyncio.Transport) -> None:
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         transport.abort()
-
-
-def error_body(status: HTTPStatus, text: str) -> bytes:
-    """An error as JSON, in the form of vLLM's own errors."""
-    return json.dumps({"object": "error", "message": text, "type": status.phrase, "param": None,
-                       "code": status.value}).encode()
 
 
 def _too_large(limits: EdgeLimits) -> tuple[HTTPStatus, str]:

@@ -15,6 +15,7 @@ from vllm_pd.frontend.access import has_key, objection
 from vllm_pd.router import descriptors, responses
 from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
 from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
+from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
@@ -31,7 +32,10 @@ from vllm_pd.router.workers import RouterWorker, Workers
 
 logger = logging.getLogger("vllm.pd.router")
 
-FORWARDED = GENERATING | {"/v1/models", "/tokenize", "/detokenize", "/version"}
+FORWARDED = GENERATING | {
+    "/v1/models", "/version", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/completions/render",
+    "/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render", "/cohere/v2/chat/render",
+    "/v1/completions/derender", "/v1/chat/completions/derender"}
 METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
 MAX_OPTIONS_BODY_BYTES = 4096  # OPTIONS needs no key
@@ -48,6 +52,7 @@ class RouterApp:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
+        self.errors = RouterErrors(self.workers)
         self.max_clients = min(self.options.max_connections, descriptors.for_clients(self.options.broker is not None))
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
@@ -71,7 +76,8 @@ class RouterApp:
         self.probes = GenerationProbes(options, session, self._came_up,
                                         lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
                                         lambda url: self.subscriptions.progress_of(url), self._via)
-        self.proxy = RouterProxy(options, self.workers, self.placer, self.worker_client, self.metrics, self._via)
+        self.proxy = RouterProxy(options, self.workers, self.placer, self.worker_client, self.metrics,
+                                 self.errors, self._via)
         self._membership = Membership(options, self.workers, self.metrics)
         self.workers.on_join.append(self.probes.watch)
         self.workers.on_leave.append(self.subscriptions.unsubscribe)
@@ -144,8 +150,8 @@ class RouterApp:
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         headers = scope["headers"]
         if scope["method"] not in METHODS:
-            return await _respond(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
-                                                             f"use one of {', '.join(METHODS)}"))
+            return await _respond(send, self.errors.response(
+                HTTPStatus.METHOD_NOT_ALLOWED, f"use one of {', '.join(METHODS)}", path=scope["path"]))
         if scope["method"] != "OPTIONS" and not self._has_key(headers):
             return await _respond(send, RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED))
         task = asyncio.current_task()
@@ -156,12 +162,13 @@ class RouterApp:
                     body = await _read_body(receive, headers, held)
                 except BodyRefused as refused:
                     retry_after_s = None if refused.final else self.options.retry_after_s
-                    return await _respond(send, responses.error_response(refused.status, str(refused), retry_after_s))
+                    return await _respond(send, self.errors.response(refused.status, str(refused), retry_after_s,
+                                                                     scope["path"]))
                 except asyncio.CancelledError:
                     if not self._cut:
                         raise
                     task.uncancel()
-                    return await _respond(send, shutting_down(self.options))
+                    return await _respond(send, shutting_down(self.options, self.errors, scope["path"]))
                 return await self._send_on(scope, body, receive, send)
         finally:
             self._open.discard(task)
@@ -187,21 +194,21 @@ class RouterApp:
     async def _own(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
         route = _OWN_ROUTES.get(scope["path"])
         if route is None:
-            return await _respond(send, responses.error_response(HTTPStatus.NOT_FOUND,
-                                                             f"the router has no {scope['path']}"))
+            return await _respond(send, self.errors.response(HTTPStatus.NOT_FOUND,
+                                                         f"the router has no {scope['path']}"))
         methods, handle = route
         if scope["method"] not in methods:
-            return await _respond(send, responses.error_response(HTTPStatus.METHOD_NOT_ALLOWED,
-                                                             f"use {' or '.join(methods)}"))
+            return await _respond(send, self.errors.response(HTTPStatus.METHOD_NOT_ALLOWED,
+                                                         f"use {' or '.join(methods)}"))
         return await _respond(send, await handle(self, scope, receive))
 
     async def _health(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
         counts = self.workers.counts()
         if self._unready:
-            return responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
+            return self.errors.response(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, self.options.retry_after_s)
         if self.workers.any_up():
             return RouterResponse.of_json({"status": "ok", "workers": counts})
-        answer = responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
+        answer = self.errors.response(HTTPStatus.SERVICE_UNAVAILABLE, f"no worker is up: {counts}",
                                  self.options.retry_after_s)
         return answer
 
@@ -226,20 +233,20 @@ class RouterApp:
             with BodyBudget(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
                 body = await _read_body(receive, scope["headers"], held)
         except BodyRefused as refused:
-            return responses.error_response(refused.status, str(refused))
+            return self.errors.response(refused.status, str(refused))
         try:
             url = msgspec.json.decode(body, type=_WorkerBody).url
             if scope["method"] == "DELETE":
                 known = self._membership.remove(url)
                 return (RouterResponse.of_json({"removed": url}) if known else
-                        responses.error_response(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
+                        self.errors.response(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
             worker = self._membership.add(url)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            return responses.error_response(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
+            return self.errors.response(HTTPStatus.BAD_REQUEST, f'{error}; write {{"url": "http://HOST:PORT"}}')
         except ConfigError as error:
-            return responses.error_response(HTTPStatus.BAD_REQUEST, str(error))
+            return self.errors.response(HTTPStatus.BAD_REQUEST, str(error))
         if worker is None:
-            return responses.error_response(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
+            return self.errors.response(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
         return RouterResponse.of_json(worker.as_json(), HTTPStatus.CREATED)
 
     def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
@@ -260,7 +267,7 @@ class RouterApp:
             problem = "clients may not change workers: start the router with --operator-key, and send that key"
         else:
             problem = objection(scope, "--operator-key")
-        return None if problem is None else responses.error_response(HTTPStatus.FORBIDDEN, problem)
+        return None if problem is None else self.errors.response(HTTPStatus.FORBIDDEN, problem)
 
     def _has_key(self, headers: Headers) -> bool:
         if self.options.api_key is None:

@@ -39,6 +39,7 @@ MAX_STRIKE_S = 2.0
 MODELS_PERIOD_S = 30.0  # between two readings of the models of a worker that is not probed
 MODELS_TIMEOUT_S = 2.0
 MAX_PERIODS = 4
+MAX_VERSION_CHARS = 100
 COUNTERS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total", b"vllm:kv_cache_usage_perc",
             b"vllm:gpu_cache_usage_perc")  # of /metrics: they change while an engine computes, and only then
 _ONE_TOKEN = {"prompt": "a", "max_tokens": 1, "temperature": 0}
@@ -67,6 +68,11 @@ class _Completion(msgspec.Struct):
     choices: list[dict[str, Any]]
 
 
+class _Version(msgspec.Struct):
+    version: str
+
+
+_version = msgspec.json.Decoder(_Version)
 _cards = msgspec.json.Decoder(_Cards)
 _completion = msgspec.json.Decoder(_Completion)
 
@@ -198,6 +204,7 @@ class GenerationProbes:
         not."""
         if not worker.models or worker.state is not WorkerState.UP:
             await self._read_models(worker)
+            await self._read_version(worker)
         status, body = await self._fetch("GET", worker.url + GENERATE_PATH)
         if status in (404, 405):
             await self._complete(worker)
@@ -243,6 +250,16 @@ class GenerationProbes:
         worker.base_models = frozenset(card.id for card in base)
         worker.root = next((card.root for card in base if card.root), None)
         worker.max_model_len = next((card.max_model_len for card in base if card.max_model_len), None)
+
+    async def _read_version(self, worker: RouterWorker) -> None:
+        """Read the version of its vLLM. A failure changes nothing."""
+        try:
+            async with asyncio.timeout(MODELS_TIMEOUT_S):
+                status, body = await self._fetch("GET", f"{worker.url}/version")
+            if status == 200:
+                worker.version = _version.decode(body).version[:MAX_VERSION_CHARS]
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.debug("the version of %s could not be read: %r", worker.url, error)
 
     async def _read_counters(self, worker: RouterWorker, within_s: float) -> list[bytes] | None:
         """The lines of its /metrics that have COUNTERS; none where it has no such lines, None where its server does not

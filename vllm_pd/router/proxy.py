@@ -14,6 +14,7 @@ With `continue_streams`, a stream that breaks goes on at another worker where `v
 Such a stream is read event by event; all others pass as they come.
 """
 import asyncio
+import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from vllm_pd.router.client_connection import (
     takes_events,
 )
 from vllm_pd.router.continuation import ContinuableStream
+from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.fatal_requests import FatalRequests
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import MAX_TRIES, RequestOrder, RouterOptions
@@ -46,8 +48,9 @@ from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, Work
 
 COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
 GENERATING = COMPLETING | {
-    "/v1/embeddings", "/v1/responses", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
-    "/v2/rerank"}
+    "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/inference/v1/generate", "/cohere/v2/chat",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings", "/v2/embed", "/pooling", "/classify",
+    "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone"}
 DETOKENIZE = b"/detokenize"
 MAX_WHOLE_BYTES = 1 << 20
 _DONE = re.compile(rb"data: ?\[DONE\]")
@@ -55,7 +58,7 @@ _TAIL_BYTES = 256
 ENDING = "the router is shutting down"
 LOOP = "this request has passed this router before: one of its workers is the router itself, or leads back to it"
 _LOST = "the worker was lost after the answer had begun"
-_ERROR_EVENT = re.compile(rb'data: \{\s*"(?:error"|object":\s*"error")')
+_ERROR_EVENT = re.compile(rb'(?:event: error\n)?data: \{\s*"(?:error"|object":\s*"error"|type":\s*"error")')
 _CLIENT_ERROR = re.compile(rb'"code":\s*4\d\d\b')
 _FATAL = "engines were lost while they had this request, so it is not sent to another one"
 
@@ -110,9 +113,6 @@ class _StreamBroke(Exception):
         self.status = status
         self.lost = lost
 
-    def error_event(self) -> bytes:
-        """The event that ends it."""
-        return responses.error_event(str(self), self.status)
 
 
 class _StreamFailed(Exception):
@@ -135,12 +135,13 @@ class RouterProxy:
     (RFC 9110, 7.6.3), by which it knows its own requests."""
 
     def __init__(self, options: RouterOptions, workers: Workers, placer: Placer, worker_client: WorkerClient,
-                 metrics: RouterMetrics, via: bytes) -> None:
+                 metrics: RouterMetrics, errors: RouterErrors, via: bytes) -> None:
         self._options = options
         self._workers = workers
         self._placer = placer
         self._worker_client = worker_client
         self._metrics = metrics
+        self._errors = errors
         self._via = via
         self._authorization = (None if options.worker_api_key is None
                                else f"Bearer {options.worker_api_key}".encode())
@@ -153,7 +154,7 @@ class RouterProxy:
     async def forward(self, request: RouterRequest, receive: Receive, send: Send) -> int:
         """Answer a request. Returns the status that was sent. Raises ClientGone, ClientResponseBroken."""
         if any(name == b"via" and self._via in value for name, value in request.headers):
-            await respond(send, responses.error_response(HTTPStatus.LOOP_DETECTED, LOOP))
+            await respond(send, self._errors.response(HTTPStatus.LOOP_DETECTED, LOOP, path=request.path))
             return HTTPStatus.LOOP_DETECTED
         if self._options.continue_streams and request.generates:
             request.stream = ContinuableStream.of(request.path, request.body)
@@ -161,7 +162,7 @@ class RouterProxy:
                 request.body = request.stream.body
         if request.generates and self.fatal.is_known(request.path, request.body):
             self._metrics.refused.labels("fatal").inc()
-            await respond(send, _fatal_answer())
+            await respond(send, self._fatal_answer(request))
             return HTTPStatus.BAD_GATEWAY
         authorization = self._authorization
         if authorization and request.method == b"OPTIONS":  # the router asks for no key there, so it lends none
@@ -173,26 +174,26 @@ class RouterProxy:
             plan = await self._placer.plan(request.headers, request.body, completes, request.generates)
             if (self._prefills is not None and completes
                     and await self._is_fatal_at_prefill(request, plan, headers, client)):
-                return await self._give_up(request, plan.model, True, _fatal_answer(), client)
+                return await self._give_up(request, plan.model, True, self._fatal_answer(request), client)
             return await self._try_on(request, plan, headers, client)
         except asyncio.CancelledError:
             if not self.ending:
                 raise
             asyncio.current_task().uncancel()
-            return await self._cut(client)
+            return await self._cut(request, client)
         finally:
             client.close()
             self._revoke_failures(request)
 
-    async def _cut(self, client: ClientConnection) -> int:
+    async def _cut(self, request: RouterRequest, client: ClientConnection) -> int:
         """End a request because the router is shutting down. Raises ClientResponseBroken."""
         if not client.begun:
-            answer = shutting_down(self._options)
+            answer = shutting_down(self._options, self._errors, request.path)
             await client.whole(answer)
             return answer.status
         if not client.takes_events:
             raise ClientResponseBroken(ENDING)
-        await client.more(responses.error_event(ENDING, HTTPStatus.SERVICE_UNAVAILABLE))
+        await client.more(self._errors.event(ENDING, HTTPStatus.SERVICE_UNAVAILABLE, request.path))
         await client.end()
         return HTTPStatus.OK
 
@@ -222,7 +223,7 @@ class RouterProxy:
             if ending is not None:
                 return await self._end_stream(client, ending)
             if not request.stream.can_go_on or broke.lost and await self._is_fatal(broke.worker, request):
-                return await self._end_stream(client, broke.error_event())
+                return await self._end_stream(client, self._broken_event(request, broke))
             path, body = request.stream.next_request()
             request.rest = request.target.replace(request.path.encode(), path.encode(), 1), body
             request.tries, request.resent, request.refusals = [], 0, []
@@ -253,7 +254,7 @@ class RouterProxy:
                 if failure.kind is WorkerFailure.NOT_LOADED:
                     tried.remove(worker)
                 if failure.kind is WorkerFailure.BROKEN and await self._is_fatal(worker, request):
-                    last = _fatal_answer()
+                    last = self._fatal_answer(request)
                     break
                 if failure.final:
                     break
@@ -265,24 +266,22 @@ class RouterProxy:
     async def _give_up(self, request: RouterRequest, model: str | None, tried: bool, last: RouterResponse | None,
                        client: ClientConnection, short: bool = False) -> int:
         if request.broke is not None:
-            return await self._end_stream(client, request.broke.error_event())
+            return await self._end_stream(client, self._broken_event(request, request.broke))
+        error, retry_after_s = functools.partial(self._errors.response, path=request.path), self._options.retry_after_s
         if short:
-            answer = responses.error_response(
-                HTTPStatus.SERVICE_UNAVAILABLE, "the router has no connection left for this request: try again later",
-                self._options.retry_after_s)
+            answer = error(HTTPStatus.SERVICE_UNAVAILABLE,
+                           "the router has no connection left for this request: try again later", retry_after_s)
             reason = "router"
         elif last is not None:
             answer, reason = last, "worker_refused"
         elif tried and self._workers.any_up(model):
-            answer = responses.error_response(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
+            answer = error(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
             reason = "tries"
         elif self._workers.any_up(model):
-            answer = responses.error_response(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later",
-                                              self._options.retry_after_s)
+            answer = error(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later", retry_after_s)
             reason = "full"
         else:
-            answer = responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later",
-                                              self._options.retry_after_s)
+            answer = error(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later", retry_after_s)
             reason = "none_up"
         self._metrics.refused.labels(reason).inc()
         extra = [(b"x-vllm-pd-explain", responses.compact({"refused": reason, "tries": request.tries}))]
@@ -386,7 +385,7 @@ class RouterProxy:
         this.outcome = WorkerFailure.TIMEOUT
         why = f"no answer in {self._options.timeout_s:g} s"
         if this.worker.heard_s > this.began_s:  # the worker works, so the request itself takes so long
-            answer = responses.error_response(HTTPStatus.GATEWAY_TIMEOUT, why)
+            answer = self._errors.response(HTTPStatus.GATEWAY_TIMEOUT, why, path=request.path)
             return TryFailed(WorkerFailure.TIMEOUT, why, answer=answer, final=True)
         failure = TryFailed(WorkerFailure.TIMEOUT, why)
         self._apply_failure(this.worker, failure, request)
@@ -570,7 +569,13 @@ class RouterProxy:
         broke = _StreamBroke(worker, why, status, lost)
         if request.stream is not None:
             raise broke
-        return await self._end_stream(client, broke.error_event())
+        return await self._end_stream(client, self._broken_event(request, broke))
+
+    def _broken_event(self, request: RouterRequest, broke: _StreamBroke) -> bytes:
+        return self._errors.event(str(broke), broke.status, request.path)
+
+    def _fatal_answer(self, request: RouterRequest) -> RouterResponse:
+        return self._errors.response(HTTPStatus.BAD_GATEWAY, _FATAL, path=request.path)
 
     @staticmethod
     async def _end_stream(client: ClientConnection, last: bytes) -> int:
@@ -619,10 +624,6 @@ class _SilenceTimer:
             self._watched.interrupt(Interruption.SILENT)
 
 
-def _fatal_answer() -> RouterResponse:
-    return responses.error_response(HTTPStatus.BAD_GATEWAY, _FATAL)
-
-
-def shutting_down(options: RouterOptions) -> RouterResponse:
+def shutting_down(options: RouterOptions, errors: RouterErrors, path: str) -> RouterResponse:
     """The answer to a request that the router can't serve any more because it is shutting down."""
-    return responses.error_response(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, options.retry_after_s)
+    return errors.response(HTTPStatus.SERVICE_UNAVAILABLE, ENDING, options.retry_after_s, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that the router itself writes, errors in the form of vLLM's own, and which headers it passes on."""
+"""Responses that the router itself writes, and which headers it passes on."""
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,23 +26,6 @@ class RouterResponse:
     def of_json(cls, value: object, status: int = 200) -> "RouterResponse":
         """A response with this value as its JSON body."""
         return cls(status, json.dumps(value).encode(), [(b"content-type", b"application/json")])
-
-
-def error_response(status: HTTPStatus, text: str, retry_after_s: float | None = None) -> RouterResponse:
-    """An error in the form of vLLM's own. `retry_after_s` adds a Retry-After header, of 1 second or more."""
-    body = json.dumps({"object": "error", "message": text, "type": status.phrase, "param": None,
-                       "code": status.value}).encode()
-    headers: Headers = [(b"content-type", b"application/json")]
-    if retry_after_s is not None:
-        headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
-    return RouterResponse(status.value, body, headers)
-
-
-def error_event(text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY) -> bytes:
-    """The bytes of the error event that ends a broken stream. No `[DONE]` follows. They begin with an empty line,
-    because the stream may have stopped in the middle of an event."""
-    error = {"object": "error", "message": text, "type": status.phrase, "param": None, "code": status.value}
-    return b"\n\ndata: " + json.dumps({"error": error}).encode() + b"\n\n"
 
 
 def request_headers(headers: Iterable[tuple[bytes, bytes]], authorization: bytes | None = None) -> Headers:

@@ -55,7 +55,8 @@ class RouterServer(uvicorn.Server):
         limits = EdgeLimits(head_s=options.header_timeout_s, body_s=options.body_timeout_s,
                             write_s=options.write_timeout_s, idle_s=options.idle_timeout_s,
                             connections=router.max_clients)
-        self._edge = edge = Edge(limits, lambda reason: router.metrics.clients_cut.labels(reason).inc(), SPARED)
+        self._edge = edge = Edge(limits, lambda reason: router.metrics.clients_cut.labels(reason).inc(), SPARED,
+                                 router.errors.body)
         self._router = router
         self._unready_s, self._grace_s = options.unready_s, options.grace_s
         self._hurried = False

@@ -112,6 +112,7 @@ class RouterWorker:
         self.models_asked_s = -math.inf  # when it was last asked for them
         self.root: str | None = None  # its model's folder or name
         self.max_model_len: int | None = None  # the most tokens of a prompt and its answer
+        self.version = ""  # of its vLLM; empty while unknown
         self.in_flight: set[InFlightTry] = set()
         self.failures = 0  # failed probes in a row
         self.strikes = 0  # how often it was taken out again within STRIKE_S
