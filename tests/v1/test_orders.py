@@ -8,10 +8,12 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
 
-from tests.v1.simulated import Engine
+from tests.v1.simulated import PEER, Engine
 from tests.v1.test_hazards import PARKED, end, prompt
 from vllm_pd.core import mutual
 from vllm_pd.core.actions import Cancelled, FallbackReason, Released
+from vllm_pd.core.holds import hold_params
+from vllm_pd.core.messages import Attempt
 
 
 @pytest.fixture
@@ -101,6 +103,29 @@ def test_b32_batches_that_fell_back_are_as_far_apart_as_configured(model_folder,
     assert engine.status("x1") is engine.status("x3") is PARKED
     while "c" not in engine.ended:
         engine.turn()
+    end(engine)
+
+
+@pytest.mark.parametrize("first", ["held", "plain"])
+def test_b20_equal_prompts_that_fall_back_together_do_not_wait_for_each_other(model_folder, in_flight, first):
+    """The first is let in, and the other waits until it is computed. Something runs all the time."""
+    engine = Engine(model_folder, in_flight, role="kv_consumer")
+    engine.add("runs", prompt(5), 400)
+    tokens = prompt(100)
+    engine.add("plain", tokens)
+    engine.turn()
+    engine.add("held", tokens, params=SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args={
+        "kv_transfer_params": hold_params(Attempt(PEER, "held", 5))}))
+    while "held" not in engine.binding.remote_prefills.parked_ids():
+        engine.turn()
+    attempts = [engine.attempt(name) for name in ("held", "plain")]
+    engine.protocol.peers = 0
+    for attempt in attempts if first == "held" else reversed(attempts):
+        engine.lost(attempt, FallbackReason.LEASE)
+    while "runs" not in engine.ended:
+        engine.turn()
+    assert list(engine.ended) == [first, "plain" if first == "held" else "held", "runs"]
+    engine.tell(*map(Released, attempts))
     end(engine)
 
 

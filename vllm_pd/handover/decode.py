@@ -385,6 +385,10 @@ class DecodeHandover(ABC, Generic[R]):
         """Blocks that are set aside or held."""
         return self.set_aside_blocks + self.held_blocks
 
+    def _has_turn(self, request: R) -> bool:
+        """Whether it fell back and is of the batch that is prefilled here now."""
+        return request in self._batch
+
     def _stay(self, request: R) -> None:
         """Keep this request and its siblings here: `decide` answers None for each of them."""
         for one in (request, *self._siblings(request)):
