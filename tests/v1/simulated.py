@@ -369,6 +369,7 @@ class Engine:
         self.outputs: dict[str, list[int]] = collections.defaultdict(list)
         self.ended: dict[str, str] = {}
         self.cached: dict[str, int] = {}  # tokens, as the client's usage says
+        self.created: dict[str, int] = {}  # its created_cache_tokens
         self.params: dict[str, dict] = {}  # the kv_transfer_params of answers
         self.figures: list[dict] = []  # as they reach the front end
         self.released: set[Attempt] = set()
@@ -561,6 +562,7 @@ class Engine:
                     self.params[one.request_id] = one.kv_transfer_params
                 if one.prefill_stats is not None:
                     self.cached[one.request_id] = one.prefill_stats.num_cached_tokens
+                    self.created[one.request_id] = one.prefill_stats.num_cache_creation_tokens
                 if one.finish_reason is not None:
                     assert one.request_id not in self.ended, f"{one.request_id} ended twice"
                     self.ended[one.request_id] = str(one.finish_reason)

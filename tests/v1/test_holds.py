@@ -489,6 +489,27 @@ def test_b102_b9_a_twin_waits_and_its_hold_is_not_wanted(reader):
     assert ("drop_hold", other) in reader.protocol.calls
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_b102_b9_the_usage_of_chats_with_equal_beginnings_goes_by_what_d_had_cached(reader, together):
+    """Of those in flight together none is the other's prefix hit, for no KV has come yet. What is not cached is
+    created, as `created_cache_tokens` says: both are the whole blocks of the prompt, as without disaggregation."""
+    beginning = prompt(2 * BLOCK_SIZE)
+    chats = {name: beginning + prompt(4 * BLOCK_SIZE + 3) for name in ("first", "second")}
+    open_reads = []
+    for number, (name, tokens) in enumerate(chats.items()):
+        attempt = claimed(reader, name, tokens, Attempt(PEER, f"held {number}", 5))
+        open_reads.append((attempt, read(reader, attempt), tokens))
+        while open_reads and not (together and name == "first"):
+            attempt, posted, tokens = open_reads.pop(0)
+            fill(reader, posted, tokens)
+            reader.tell(Prefilled(attempt, Timings()))
+            reader.run()
+    finish(reader)
+    hit = 0 if together else 2 * BLOCK_SIZE
+    assert reader.cached == {"first": 0, "second": hit}
+    assert reader.created == {"first": 6 * BLOCK_SIZE, "second": 6 * BLOCK_SIZE - hit}
+
+
 def test_b102_b20_a_twin_that_waits_for_a_job_does_not_delay_what_is_held(reader):
     tokens = prompt(6 * BLOCK_SIZE + 3)
     add(reader, "a", tokens, {"pd": "remote"})
