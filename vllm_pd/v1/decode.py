@@ -155,9 +155,8 @@ class ParkedRequests(DecodeHandover["Request"]):
 
     def _awaits_twin(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
         """Whether a peer prefills blocks for another request that are this one's prefix hit later: so go the samples of
-        a request with n > 1, which are requests of their own in V1. No prompt waits that is to stay here anyway, or of
-        which only the last block is missing; one that is held waits only while another reads what is held. Nor one
-        that fell back and has its turn: until it is computed, others that fell back wait for theirs."""
+        a request with n > 1. No prompt waits that is to stay here anyway, or lacks only its last block, or has its turn
+        after a fallback: others wait for it. One that is held waits only while another reads what is held."""
         hashes, is_held = request.block_hashes, decision.reason is Reason.HELD
         return bool(self._caching and hashes and not request.num_output_tokens and not self._has_turn(request)
                     and (decision.remote or decision.reason in _NO_PEER)
