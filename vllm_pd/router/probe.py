@@ -258,7 +258,7 @@ class GenerationProbes:
                 status, body = await self._fetch("GET", f"{worker.url}/version")
             if status == 200:
                 worker.version = _version.decode(body).version[:MAX_VERSION_CHARS]
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.debug("the version of %s could not be read: %r", worker.url, error)
 
     async def _read_counters(self, worker: RouterWorker, within_s: float) -> list[bytes] | None:
