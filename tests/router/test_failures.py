@@ -14,6 +14,7 @@ import pytest
 
 from tests.fakes.faulty_engine import TOKENS, Fault, serving
 from tests.router.holding import with_index
+from vllm_pd.router import worker_client
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.probe import _ProbeDeadline
 from vllm_pd.router.subscriptions import WorkerProgress
@@ -304,6 +305,20 @@ async def test_b63_a_busy_worker_whose_events_go_on_is_not_out_though_nothing_is
         assert served.router.workers.counts() == {"up": 2}
         assert all(served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="inconclusive")
                    for engine in engines)
+
+
+async def test_b63_a_probe_without_a_connection_does_not_count_while_an_answer_comes(monkeypatch):
+    """The worker's queue of new connections is full, which drops packets."""
+    async with serving(1, probe_interval_s=0.1, probe_timeout_s=15.0, connect_timeout_s=0.1) as (served, [engine]):
+        engine.gap_s, engine.chunks = 0.3, 8
+        asked = asyncio.create_task(served.ask(True))
+        await served.until(lambda: engine.asked)
+        monkeypatch.setattr(worker_client, "connect", lambda *given: asyncio.sleep(60.0))
+        answer = await asked
+        assert answer.events[-1] == "[DONE]" and len(answer.events) == 9
+        assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="inconclusive")
+        assert not served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="failed")
+        assert served.router.workers.counts() == {"up": 1}
 
 
 async def test_b63_events_alone_save_no_worker_for_ever():

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Literal
 
 from vllm_pd.router.worker_client import TryFailed, WorkerClient, WorkerResponse, WorkerResponseBroken
+from vllm_pd.router.workers import WorkerFailure
 
 
 class WorkerAnswer:
@@ -46,7 +47,7 @@ class WorkerSession:
     async def request(self, method: str, url: str, data: bytes | None,
                       headers: Mapping[str, str]) -> AsyncIterator[WorkerAnswer]:
         """Send a request. The context gives the answer when its head has come, and ends the connection. Raises OSError,
-        the kernel's own where it has made no connection."""
+        the kernel's own where it has made no connection, TimeoutError where there is none in time."""
         parts = urllib.parse.urlsplit(url)
         sent = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         try:
@@ -54,7 +55,9 @@ class WorkerSession:
                                             parts.path.encode(), [*sent, (b"connection", b"close")], data or b"")
         except TryFailed as failure:
             cause = failure.__cause__
-            raise cause if isinstance(cause, OSError) else ConnectionError(str(failure)) from None
+            if isinstance(cause, OSError):
+                raise cause from None
+            raise (TimeoutError if failure.kind is WorkerFailure.CONNECT else ConnectionError)(str(failure)) from None
         try:
             yield WorkerAnswer(reply)
         finally:
