@@ -2,6 +2,7 @@
 """Workers whose answers are made to do harm: heads without an end, and headers that come too late (B120, B81)."""
 import asyncio
 import contextlib
+import ssl
 
 import aiohttp
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.fakes.faulty_engine import FaultyEngine, gone, serving
 from vllm_pd.router import worker_client
 from vllm_pd.router.policy import Policy
+from vllm_pd.router.worker_session import WorkerSession
 from vllm_pd.router.workers import WorkerState
 
 MOST_SENT = 8 << 20  # by a hostile worker, if nothing ends it
@@ -155,6 +157,17 @@ async def test_b110_no_worker_sends_the_routers_own_requests_elsewhere(path):
         await asyncio.sleep(0.3)
         await other.stop()
         assert not other.heard
+
+
+async def test_b120_the_routers_own_requests_leave_nothing_of_a_worker():
+    async with serving(1) as (served, [engine]):
+        session = WorkerSession(1.0, ssl.create_default_context())
+        for url in (engine.url, "http://127.0.0.1:1"):
+            with contextlib.suppress(ConnectionRefusedError):
+                async with session.request("GET", url + "/v1/models", None, {}) as answer:
+                    assert answer.status == 200 and await answer.readany()
+        await served.until(lambda: not session._client.connections)
+        assert not session._client._idle
 
 
 async def test_b120_a_body_in_chunks_of_a_byte_waits_for_its_reader_too():

@@ -49,15 +49,18 @@ class WorkerSession:
         """Send a request. The context gives the answer when its head has come, and ends the connection. Raises OSError,
         the kernel's own where it has made no connection, TimeoutError where there is none in time."""
         parts = urllib.parse.urlsplit(url)
+        base = f"{parts.scheme}://{parts.netloc}"
         sent = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         try:
-            reply = await self._client.send(method.encode(), f"{parts.scheme}://{parts.netloc}",
-                                            parts.path.encode(), [*sent, (b"connection", b"close")], data or b"")
+            reply = await self._client.send(method.encode(), base, parts.path.encode(),
+                                            [*sent, (b"connection", b"close")], data or b"")
         except TryFailed as failure:
             cause = failure.__cause__
             if isinstance(cause, OSError):
                 raise cause from None
             raise (TimeoutError if failure.kind is WorkerFailure.CONNECT else ConnectionError)(str(failure)) from None
+        finally:
+            self._client.forget(base)  # none is idle, but the client remembers each worker
         try:
             yield WorkerAnswer(reply)
         finally:
