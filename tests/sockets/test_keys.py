@@ -97,6 +97,12 @@ def test_b82_the_key_in_a_secret_of_kubernetes_is_read(tmp_path, key_file):
         Keys.load(str(tmp_path / "key"))
 
 
+def test_b80_a_secret_whose_folder_goes_meanwhile_is_refused(tmp_path, key_file, monkeypatch):
+    monkeypatch.setattr(Path, "resolve", lambda path: tmp_path / "gone" / "key")
+    with pytest.raises(ConfigError, match="gone: No such file or directory"):
+        Keys.load(key_file)
+
+
 @pytest.mark.parametrize("special", ["/dev/zero", "/dev/tty", "pipe", "folder"])
 def test_b80_what_is_no_file_is_refused_at_once(tmp_path, special):
     path = special if special.startswith("/") else str(tmp_path / special)

@@ -38,7 +38,10 @@ def read_secret(key: str, path: str, most_bytes: int, cure: str) -> str:
     """The text of a secret file. Raises ConfigError, also where others than its owner may use it; see the module."""
     content, state = read_file(key, path, most_bytes, cure)
     folder = Path(path).resolve().parent
-    problem = problem_of_mode(state, folder.stat())
+    try:
+        problem = problem_of_mode(state, folder.stat())
+    except OSError as error:  # it was replaced meanwhile
+        raise ConfigError(key, path, f"{folder}: {error.strerror}: {cure}") from error
     if problem:
         raise ConfigError(key, path, f"others than its owner may use it (mode {stat.S_IMODE(state.st_mode):04o}): "
                           f"{problem.format(folder=folder)}")
