@@ -103,8 +103,6 @@ def test_b104_a_hundred_kills(memory: Path):
 def test_b104_what_one_process_puts_another_reads(arena: BlockArena, memory: Path, in_child: Start):
     child = in_child("""
 import sys, numpy as np
-from vllm_pd import store_settings
-from vllm_pd.errors import ConfigError
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
@@ -142,8 +140,6 @@ def test_b104_a_leased_block_is_not_replaced(arena: BlockArena, memory: Path, in
     arena.put(key_of(2), [content_of(2)])
     child = in_child("""
 import sys, time
-from vllm_pd import store_settings
-from vllm_pd.errors import ConfigError
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
@@ -184,8 +180,6 @@ def test_b104_a_forked_child_keeps_no_lease(arena: BlockArena, memory: Path, in_
     arena.put(key_of(1), [content_of(1)])
     leaser = in_child("""
 import os, sys, time
-from vllm_pd import store_settings
-from vllm_pd.errors import ConfigError
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import BlockKey
