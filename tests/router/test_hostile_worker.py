@@ -147,6 +147,13 @@ async def test_b120_what_a_probe_reads_has_the_same_bound(received, kind, path):
         assert (await served.ask()).status == 200
 
 
+async def test_b120_of_the_answer_to_a_probe_no_more_is_read_than_one_token_needs(received):
+    begin = b"HTTP/1.1 200 X\r\n\r\n{\"choices\": [{\"text\": ["
+    async with serving(1, up=False, make=first_of("/health_generate", begin, b"[]," * 8192)) as (served, [hostile]):
+        await served.until(lambda: hostile.ended)
+        assert max(received.values()) <= MOST_READ
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/health_generate", "/pd/events"])
 async def test_b110_no_worker_sends_the_routers_own_requests_elsewhere(path):
     other = FaultyEngine()

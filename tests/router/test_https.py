@@ -57,7 +57,7 @@ async def test_a_worker_behind_tls_and_a_path_is_probed_and_asked(tmp_path, monk
     async with secured(tmp_path, monkeypatch) as (served, engine):
         await served.until(lambda: served.worker(engine).state is WorkerState.UP)
         assert served.worker(engine).models == {"m"}
-        await served.until(lambda: engine.connections == 3)  # for the models, the probe, the events
+        await served.until(lambda: engine.connections == 4)  # for models, version, probe, events
         before = engine.connections
         for stream in (False, True, False):
             answer = await served.ask(stream, prompt="é" * 100_000)

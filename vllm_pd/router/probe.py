@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from typing import Any
@@ -34,7 +35,8 @@ from vllm_pd.router.workers import RouterWorker, WorkerFailure, WorkerState
 logger = logging.getLogger("vllm.pd.router")
 
 GENERATE_PATH = "/health_generate"
-MAX_BODY_BYTES = 1 << 20
+MAX_BODY_BYTES = 1 << 20  # of a page: models and adapters, metrics
+MAX_ANSWER_BYTES = 1 << 16  # of an answer of one token; to decode a worse one takes the loop 20 ms
 MAX_STRIKE_S = 2.0
 MODELS_PERIOD_S = 30.0  # between two readings of the models of a worker that is not probed
 MODELS_TIMEOUT_S = 2.0
@@ -65,13 +67,14 @@ class _Cards(msgspec.Struct):
 
 
 class _Completion(msgspec.Struct):
-    choices: list[dict[str, Any]]
+    choices: list[msgspec.Raw]
 
 
 class _Version(msgspec.Struct):
     version: str
 
 
+_counters = re.compile(rb"^(?:%b).*" % b"|".join(map(re.escape, COUNTERS)), re.MULTILINE)
 _version = msgspec.json.Decoder(_Version)
 _cards = msgspec.json.Decoder(_Cards)
 _completion = msgspec.json.Decoder(_Completion)
@@ -205,7 +208,7 @@ class GenerationProbes:
         if not worker.models or worker.state is not WorkerState.UP:
             await self._read_models(worker)
             await self._read_version(worker)
-        status, body = await self._fetch("GET", worker.url + GENERATE_PATH)
+        status, body = await self._fetch("GET", worker.url + GENERATE_PATH, most_bytes=MAX_ANSWER_BYTES)
         if status in (404, 405):
             await self._complete(worker)
         else:
@@ -214,7 +217,8 @@ class GenerationProbes:
     async def _complete(self, worker: RouterWorker) -> None:
         """As `_ask`, for an engine without the route /health_generate."""
         model = min(worker.base_models or worker.models)
-        status, body = await self._fetch("POST", f"{worker.url}/v1/completions", {"model": model, **_ONE_TOKEN})
+        status, body = await self._fetch("POST", f"{worker.url}/v1/completions", {"model": model, **_ONE_TOKEN},
+                                         MAX_ANSWER_BYTES)
         if status in (400, 404, 405, 422):  # its model does not complete, as with embeddings
             status, body = await self._fetch("GET", f"{worker.url}/health")
             if status != 200:
@@ -255,7 +259,7 @@ class GenerationProbes:
         """Read the version of its vLLM. A failure changes nothing."""
         try:
             async with asyncio.timeout(MODELS_TIMEOUT_S):
-                status, body = await self._fetch("GET", f"{worker.url}/version")
+                status, body = await self._fetch("GET", f"{worker.url}/version", most_bytes=MAX_ANSWER_BYTES)
             if status == 200:
                 worker.version = _version.decode(body).version[:MAX_VERSION_CHARS]
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -269,13 +273,14 @@ class GenerationProbes:
                 status, body = await self._fetch("GET", f"{worker.url}/metrics")
         except OSError as error:
             return [] if descriptors.is_shortage(error) else None
-        return [line for line in body.splitlines() if line.startswith(COUNTERS)] if status == 200 else []
+        return _counters.findall(body) if status == 200 else []
 
-    async def _fetch(self, method: str, url: str, value: Any = None) -> tuple[int, bytes]:
+    async def _fetch(self, method: str, url: str, value: Any = None,
+                     most_bytes: int = MAX_BODY_BYTES) -> tuple[int, bytes]:
         body = None if value is None else msgspec.json.encode(value)
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         async with self._session.request(method, url, body, headers) as response:
-            return response.status, await read_whole(response.content, MAX_BODY_BYTES)
+            return response.status, await read_whole(response.content, most_bytes)
 
 
 def _models_due_in_s(worker: RouterWorker) -> float:
