@@ -311,7 +311,7 @@ def stranger(pair):
                                                     ("protocol", 99, ""), ("kv_heads", 2, "4"), ("pp", 99, "1")])
 def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     """B42: refused, both values named on both sides, traffic stays local, and the one that fits is used again."""
-    tokens = prompt(60, 4200 + len(key))
+    tokens = prompt(60, f"4200 {key}")
     pair.p.freeze()
     pair.d.wait_until("disagg.protocol.view().prefill_peers == 0")
     agent = stranger(**{key: value})
