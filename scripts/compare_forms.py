@@ -158,6 +158,7 @@ def main() -> int:
         parser.error(f"--only {args.only!r}: no form has a name with this")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_on_signals()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # three engines on the same cores, and one computes at a time
     args.log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with places(args.model, args.log) as urls:
