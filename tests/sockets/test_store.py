@@ -237,7 +237,7 @@ def test_b104_an_arena_is_in_a_folder_of_this_user_alone(memory: Path, monkeypat
     with pytest.raises(ConfigError, match="folder=.*link' can't be used: .*link is a link or belongs to another user"):
         BlockArena(memory / "link", BLOCK, CAPACITY)
     (memory / "own").chmod(0o777)
-    with pytest.raises(ConfigError, match="folder=.*own' can't be used: all users may write to .* .mode 0777.: run"):
+    with pytest.raises(ConfigError, match="folder=.*own' can't be used: all users may write to .* .mode 0777.: write"):
         BlockArena(memory / "own", BLOCK, CAPACITY)
     (memory / "own").chmod(0o755)
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match="own is a link or belongs to another user"):

@@ -15,5 +15,5 @@ def require_own(key: str, value: str, folder: Path) -> None:
         raise ConfigError(key, value, f"{folder} is a link or belongs to another user, who could put anything into it: "
                           "choose another folder")
     if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(key, value, f"all users may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}): run "
-                          "chmod 700 on it, or choose another folder")
+        raise ConfigError(key, value, f"all users may write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}): "
+                          "write a new folder in it, or run chmod 700 on it if nothing else uses it")
