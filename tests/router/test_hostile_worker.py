@@ -166,6 +166,32 @@ async def test_b110_no_worker_sends_the_routers_own_requests_elsewhere(path):
         assert not other.heard
 
 
+class DeepEngine(FaultyEngine):
+    """Answers with lists in lists on `path`, as long as it is set."""
+    path = "/none"
+
+    async def _answer(self, method, target, headers, body, reader, writer):
+        if target != self.path:
+            return await super()._answer(method, target, headers, body, reader, writer)
+        self.asked.append((target, headers, body))
+        page = b'{"x": ' + b"[" * 15_000 + b"]" * 15_000 + b"}"
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(page), page))
+        return True
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/version", "/pd/events", "/health_generate"])
+async def test_b120_a_page_of_lists_in_lists_ends_no_probe(path, monkeypatch):
+    """B120: msgspec raises RecursionError for it. The worker is asked again."""
+    monkeypatch.setattr("vllm_pd.router.subscriptions.RETRY_S", (0.1, 0.1))
+    monkeypatch.setattr(DeepEngine, "path", path)
+    async with serving(1, Policy.KV, up=False, make=DeepEngine) as (served, [deep]):
+        asked = 1 if path == "/version" else 2  # which is asked again when the worker comes up again
+        await served.until(lambda: sum(target == path for target, _, _ in deep.asked) >= asked)
+        deep.path = "/none"
+        await served.until(lambda: served.worker(deep).state is WorkerState.UP)
+        assert (await served.ask()).status == 200
+
+
 async def test_b120_the_routers_own_requests_leave_nothing_of_a_worker():
     async with serving(1) as (served, [engine]):
         session = WorkerSession(1.0, ssl.create_default_context())

@@ -28,6 +28,7 @@ import msgspec
 from vllm_pd.events.subscriber import read_whole
 from vllm_pd.router import descriptors
 from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.outline import UNREADABLE
 from vllm_pd.router.subscriptions import WorkerProgress
 from vllm_pd.router.worker_session import WorkerSession
 from vllm_pd.router.workers import RouterWorker, WorkerFailure, WorkerState
@@ -243,7 +244,7 @@ class GenerationProbes:
             raise ProbeFailed("/v1/models: 401: give the workers' key with --worker-api-key")
         try:
             cards = _cards.decode(body).data if status == 200 else []
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ProbeFailed(f"/v1/models: {error}") from error
         if not cards:
             raise ProbeFailed(f"/v1/models: {_brief(status, body)}")
@@ -262,7 +263,7 @@ class GenerationProbes:
                 status, body = await self._fetch("GET", f"{worker.url}/version", most_bytes=MAX_ANSWER_BYTES)
             if status == 200:
                 worker.version = _version.decode(body).version[:MAX_VERSION_CHARS]
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, *UNREADABLE) as error:
             logger.debug("the version of %s could not be read: %r", worker.url, error)
 
     async def _read_counters(self, worker: RouterWorker, within_s: float) -> list[bytes] | None:
@@ -350,7 +351,7 @@ class _ProbeDeadline:
 def _require_token(path: str, status: int, body: bytes) -> None:
     try:
         has_token = status == 200 and bool(_completion.decode(body).choices)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         has_token = False
     if not has_token:
         raise ProbeFailed(f"{path}: {_brief(status, body)}", refused=status in (429, 503))

@@ -26,6 +26,7 @@ from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.subscriber import Subscriber, SubscriberState, read_whole, shared_context
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
+from vllm_pd.router.outline import UNREADABLE
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.worker_session import WorkerSession
 from vllm_pd.router.workers import RouterWorker
@@ -178,7 +179,7 @@ class EventSubscriptions:
                     await self._follow(worker, msgspec.json.decode(body, type=_EventsAnswer))
                     return
                 problem = str(response.status)
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+            except (OSError, ValueError, *UNREADABLE) as error:
                 problem = repr(error)
             logger.warning("%s%s: %s; asked again in %g s", worker.url, EVENTS_PATH, problem, pause_s)
             try:
