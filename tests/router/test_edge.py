@@ -297,7 +297,7 @@ async def test_b66_without_descriptors_no_worker_is_blamed(monkeypatch, number):
 
 async def test_b66_a_probe_without_descriptors_says_nothing(monkeypatch):
     async with serving(1, probe_interval_s=0.1) as (served, engines):
-        async def nothing_left(*_):
+        async def nothing_left(*_, **__):
             raise OSError(errno.EMFILE, "none left")
 
         monkeypatch.setattr(served.router.probes, "_fetch", nothing_left)
