@@ -90,15 +90,16 @@ class ParkedRequests(DecodeHandover["Request"]):
         aborted."""
         request = self._by_attempt.pop(attempt, None)
         if request is not None:
-            del self._by_id[request.request_id], self._hits[attempt]
+            del self._by_id[request.request_id]
+            self._hits.pop(attempt, None)
         return request
 
     def note_arrived(self, attempt: Attempt) -> None:
         """The KV of the attempt's request has come: V1 counts its look-up now. To be called before `leave`."""
-        request, stats = self._by_attempt.get(attempt), self._scheduler.connector_prefix_cache_stats
-        if request is None or stats is None:
+        request, hit = self._by_attempt.get(attempt), self._hits.get(attempt)
+        stats = self._scheduler.connector_prefix_cache_stats
+        if request is None or hit is None or stats is None:
             return
-        hit = self._hits[attempt]
         came = request.num_prompt_tokens - hit
         self._scheduler.kv_cache_manager.record_prefix_cache_stats(request, hit)
         stats.record(came, came, False, self._scheduler.connector.get_external_cache_hit_sources(request, came))
