@@ -167,7 +167,8 @@ def test_b103_a_request_asks_where_it_is_prefilled(fleet, path):
         status, _, answer = request(fleet.plan.router.url, "POST", path, body | {"kv_transfer_params": {"pd": place}})
         assert status == 200, answer
         counts = functools.partial(count_asked, urls, before, place, decision)
-        wait_for(lambda counts=counts: counts() == 1, f"{place} is counted")
+        wait_for(lambda counts=counts: counts() >= 1, f"{place} is counted")  # the router's probes ask for local, too
+        assert place == "local" or counts() == 1
     for other in ("fast", "x" * 100_000, None, {"a": [[]]}, 7):
         status, _, answer = request(urls[0], "POST", path, body | {"kv_transfer_params": {"pd": other}, "stream": True})
         assert status == 400 and json.loads(answer)["error"]["message"].startswith("kv_transfer_params.pd="), answer
