@@ -140,7 +140,8 @@ def count_remote(url: str, before: MetricsSnapshot, least: float) -> int:
 def arguments() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="only forms whose name contains this")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT",
+                        help="only forms whose name contains this; may be repeated")
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_TINY_MODEL"), help="default: $VLLM_PD_TINY_MODEL")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument("--log", type=Path, metavar="FILE", default=Path("build/forms.log"), help="the servers' lines")
@@ -151,11 +152,11 @@ def main() -> int:
     """The program."""
     parser = arguments()
     args = parser.parse_args()
-    forms = [form for form in all_forms() if args.only in form.name]
+    forms = [form for form in all_forms() if not args.only or any(text in form.name for text in args.only)]
     if not args.model:
         parser.error("there is no model: enter the environment (. scripts/env.sh) or write --model")
     if not forms:
-        parser.error(f"--only {args.only!r}: no form has a name with this")
+        parser.error(f"--only {' --only '.join(args.only)}: no form has a name with this")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     exit_on_signals()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # three engines on the same cores, and one computes at a time
