@@ -47,7 +47,9 @@ START_S, ANSWER_S, STOP_S = 600.0, 120.0, 30.0
 COUNTED_S = 10.0  # an engine counts an attempt shortly after the client has its answer
 LEAST_REMOTE = 0.8  # of the forms with a long prompt that are answered with 200; some features keep a prompt local
 OFF, DECODE, ROUTER = "off", "decode", "router"
-MEANT: dict[tuple[str, str], str] = {}  # (place, form): why that answer differs from the one with PD off
+MEANT = {  # (place, form): why that answer differs from the one with PD off
+    (ROUTER, "PUT of a completion"): "the router answers for itself, in the form of vLLM's errors",
+    (ROUTER, "no such path"): "the router answers for itself, in the form of vLLM's errors"}
 
 
 @dataclass
@@ -109,7 +111,10 @@ def run(forms: Sequence[RequestForm], urls: dict[str, str], say: Callable[[str],
         least += LEAST_REMOTE * (form.is_long and answers[OFF].status == 200)
         for place in (DECODE, ROUTER):
             name = f"{place}: {form.name}"
-            differs, meant = compare(answers[OFF], answers[place]), MEANT.get((place, form.name))
+            # The router's engine has the prompt in its cache by then, as it was asked before.
+            ignored = frozenset({"cached_tokens"}) if place == ROUTER else frozenset()
+            differs = compare(answers[OFF], answers[place], ignored)
+            meant = MEANT.get((place, form.name))
             if differs is None and meant is None:
                 found.equal[place] += 1
             elif differs is None or meant is None:

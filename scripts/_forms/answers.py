@@ -6,6 +6,7 @@ choice says in several events becomes one.
 """
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,28 +77,29 @@ def merge(before: Any, after: Any, key: str = "") -> Any:
     return before + after if key in JOINED and isinstance(before, str) and isinstance(after, str) else after
 
 
-def difference(one: Any, other: Any, at: str = "") -> str | None:
-    """Where two contents differ first, in words; None where they do not. Numbers may differ by TOLERANCE."""
+def difference(one: Any, other: Any, at: str = "", ignored: Collection[str] = ()) -> str | None:
+    """Where two contents differ first, in words; None where they do not. Numbers may differ by TOLERANCE, and what is
+    under an ignored key at all."""
     if isinstance(one, dict) and isinstance(other, dict):
-        for key in {**one, **other}:
+        for key in (key for key in {**one, **other} if key not in ignored):
             if key not in one or key not in other:
                 return f"{at}.{key} is only in the {'first' if key in one else 'second'}"
-            if (found := difference(one[key], other[key], f"{at}.{key}")) is not None:
+            if (found := difference(one[key], other[key], f"{at}.{key}", ignored)) is not None:
                 return found
         return None
     if isinstance(one, list) and isinstance(other, list):
         if len(one) != len(other):
             return f"{at} has {len(one)} and {len(other)} elements"
-        pairs = (difference(a, b, f"{at}[{number}]") for number, (a, b) in enumerate(zip(one, other, strict=True)))
+        pairs = (difference(a, b, f"{at}[{number}]", ignored) for number, (a, b) in enumerate(zip(one, other, strict=True)))
         return next((found for found in pairs if found is not None), None)
     if isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=0, abs_tol=TOLERANCE):
         return None
     return None if one == other and type(one) is type(other) else f"{at}: {one!r:.120} and {other!r:.120}"
 
 
-def compare(one: FormAnswer, other: FormAnswer) -> str | None:
-    """Where two answers differ first, in words; None where they do not."""
+def compare(one: FormAnswer, other: FormAnswer, ignored: Collection[str] = ()) -> str | None:
+    """Where two answers differ first, in words; None where they do not. What is under an ignored key does not count."""
     if (one.status, one.kind) != (other.status, other.kind):
         return (f"{one.status} {one.kind} and {other.status} {other.kind}: "
                 f"{one.content!r:.120} and {other.content!r:.120}")
-    return difference(one.content, other.content)
+    return difference(one.content, other.content, ignored=ignored)
