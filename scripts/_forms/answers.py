@@ -90,7 +90,8 @@ def difference(one: Any, other: Any, at: str = "", ignored: Collection[str] = ()
     if isinstance(one, list) and isinstance(other, list):
         if len(one) != len(other):
             return f"{at} has {len(one)} and {len(other)} elements"
-        pairs = (difference(a, b, f"{at}[{number}]", ignored) for number, (a, b) in enumerate(zip(one, other, strict=True)))
+        pairs = (difference(a, b, f"{at}[{number}]", ignored)
+                 for number, (a, b) in enumerate(zip(one, other, strict=True)))
         return next((found for found in pairs if found is not None), None)
     if isinstance(one, float) and isinstance(other, float) and math.isclose(one, other, rel_tol=0, abs_tol=TOLERANCE):
         return None
