@@ -114,7 +114,6 @@ class _StreamBroke(Exception):
         self.lost = lost
 
 
-
 class _StreamFailed(Exception):
     """In place of the rest of a stream the worker has sent an error."""
 
