@@ -68,7 +68,7 @@ class EngineEnvironment:
     size: str
 
 
-_V1_REQUIREMENTS = (REQUIREMENTS / "v1.txt", REQUIREMENTS / "v1_engine.txt")
+_V1_REQUIREMENTS = tuple(REQUIREMENTS / name for name in ("v1.txt", "v1_torch.txt", "v1_engine.txt"))
 ENGINES = {
     "v0": EngineEnvironment("cpu", "the patched wheel", (REQUIREMENTS / "cpu.txt",),
                             "5 GB, mostly torch; some minutes"),

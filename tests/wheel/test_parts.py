@@ -253,3 +253,14 @@ def test_setup_leaves_no_folder_behind(tmp_path):
                           text=True)
     assert done.stdout.split()[-1] == project.version("", "plugin"), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_pin_of_the_environments_has_its_hash():
+    """But a build of torch that PyPI does not have: by itself, for pip refuses a file in which some lines have one."""
+    files = {file.name: [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
+             for file in (project.ROOT / "requirements").glob("*.txt")}  # fmt: skip
+    assert files.pop("v1_torch.txt") == ["torch==2.13.0+cpu"]
+    assert sum(map(len, files.values())) > 300
+    for name, lines in files.items():
+        for line in lines:
+            assert re.fullmatch(r"[a-z0-9._-]+==\S+ --hash=sha256:[0-9a-f]{64}", line), f"{name}: {line}"
