@@ -24,7 +24,7 @@ from aiohttp import web
 
 from vllm_pd.bench.connection import LoadConnection, LoadError
 from vllm_pd.bench.servers import HOST, RouterCommand, Server, Servers
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 PIECE = b"a" * 65536
 SILENT, INNOCENT, BREAKS = 1000, 30, 12

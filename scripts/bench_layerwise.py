@@ -41,8 +41,8 @@ from transformers import AutoModel, DynamicCache
 
 from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import MS, summary, table
-from vllm_pd.transfer.agent import NixlAgent
 from vllm_pd.transfer.layout import CacheDescription, describe_views, regions
+from vllm_pd.transfer.nixl.agent import NixlAgent
 from vllm_pd.transfer.plan import descriptor_rows, plan
 from vllm_pd.transfer.transport import PeerMetadata
 

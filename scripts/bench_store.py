@@ -34,12 +34,12 @@ from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.share.caches import LruCache
 from vllm_pd.bench.simulation.oracle import block_uses, most_hits
 from vllm_pd.bench.simulation.trace import TraceConfig, make
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.arena import PAGE, BlockArena
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
 from vllm_pd.store.slots import WAYS
 from vllm_pd.store.store import BlockStore
 from vllm_pd.store.view import StoreView
-from vllm_pd.store_settings import StoreSettings
 
 BLOCK_TOKENS = 16  # of the conversations
 

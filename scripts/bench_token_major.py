@@ -31,7 +31,7 @@ from rich.console import Console
 from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import MS, table
 from vllm_pd.transfer.layout import describe
-from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.nixl.transport import NixlTransport
 
 HEAD_SIZE, POLL_S, CHECK_S = 64, 0.0005, 0.0002
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -39,14 +39,14 @@ from rich.console import Console
 
 from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import MS, summary, table
-from vllm_pd.transfer.agent import NixlAgent, TransferState
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, describe
-from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.nixl.agent import NixlAgent, TransferState
+from vllm_pd.transfer.nixl.transport import NixlTransport
 from vllm_pd.transfer.plan import descriptor_indices, descriptor_rows, plan
 from vllm_pd.transfer.requests import Write
 from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
-from vllm_pd.transfer.torch_transport import TorchTransport
+from vllm_pd.transfer.torch.transport import TorchTransport
 from vllm_pd.transfer.transport import PeerMetadata
 from vllm_pd.transfer.worker import TransferWorker
 

@@ -46,12 +46,12 @@ from _series.errors import Refusal
 from _wheel import cache
 from _wheel.process import BuildError
 
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.handover import HandoverBench, measure
 from vllm_pd.bench.outputs import argument_file
 from vllm_pd.bench.report import LEAST_P99, summary
 from vllm_pd.bench.servers import exit_on_signals
 from vllm_pd.errors import PDError
+from vllm_pd.ops.scrape import scrape
 
 WAITING_GOAL, WAKE_GOAL_MS = 0.05, 5.0
 CONTROL_GOALS_MS = {"p50": 5.0, "p99": 15.0}

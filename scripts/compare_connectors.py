@@ -35,7 +35,7 @@ from vllm_pd.bench.checks import argument_count
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.servers import HOST, exit_on_signals
 from vllm_pd.errors import PDError
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 SHAPE = {"pool_blocks": 96, "context": 1024}
 LEG_SHAPE = {"pool_blocks": 192, "context": 2560}

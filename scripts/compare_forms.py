@@ -31,13 +31,13 @@ from urllib.parse import urlsplit
 from _forms.answers import FormAnswer, compare
 from _forms.forms import MODEL, RequestForm, all_forms
 
-from vllm_pd.admin.scrape import MetricsSnapshot, scrape
 from vllm_pd.bench.servers import Servers, exit_on_signals, log_to
 from vllm_pd.errors import PDError
-from vllm_pd.installation import World, find_installation
-from vllm_pd.launch.plan import HOST, SERVE, UpOptions, plan_fleet
-from vllm_pd.launch.up import Fleet
-from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.model.installation import World, find_installation
+from vllm_pd.ops.launch.plan import HOST, SERVE, UpOptions, plan_fleet
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import MetricsSnapshot, scrape
+from vllm_pd.rpc.ports import take_free, take_free_run
 
 MAX_LOCAL_PREFILL_TOKENS = 100
 V1 = find_installation().world is World.PLUGIN
@@ -54,7 +54,7 @@ MEANT = {  # (place, form): why that answer differs from the one with PD off
     (ROUTER, "GET /ping"): "the router answers for itself, and says how many workers it has"}
 IGNORED = {  # by place
     DECODE: frozenset[str](),
-    ROUTER: frozenset({"cached_tokens", "cache_write_tokens"})}  # the router's engine has been asked the same just before
+    ROUTER: frozenset({"cached_tokens", "cache_write_tokens"})}  # its engine has been asked the same just before
 
 
 @dataclass

@@ -24,16 +24,16 @@ from _demo.questions import DemoCase, cases, pause_prompts
 from _demo.report import DemoOutcome, DemoReport
 from _demo.rest import left_over
 
-from vllm_pd.admin.scrape import scrape, scrape_after_request
 from vllm_pd.bench.load import GenerationAnswer, ask
 from vllm_pd.bench.servers import Server, Servers, log_to
 from vllm_pd.errors import PDError
-from vllm_pd.installation import World, find_installation
-from vllm_pd.launch.plan import HOST, SERVE, UpOptions, plan_fleet
-from vllm_pd.launch.printer import Say
-from vllm_pd.launch.up import Fleet
-from vllm_pd.metrics import STAGES
-from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.handover.metrics import STAGES
+from vllm_pd.model.installation import World, find_installation
+from vllm_pd.ops.launch.plan import HOST, SERVE, UpOptions, plan_fleet
+from vllm_pd.ops.launch.printer import Say
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import scrape, scrape_after_request
+from vllm_pd.rpc.ports import take_free, take_free_run
 
 NAME = "demo"
 MAX_LOCAL_PREFILL_TOKENS = 400

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write beside each pin of requirements/*.txt the SHA-256 of the one file that pip takes for it.
 
-    scripts/hash_requirements.py requirements/cpu.txt ...    after a pin has been changed; with Python 3.11 on x86-64 Linux
+    scripts/hash_requirements.py requirements/cpu.txt ...    after a change; on x86-64 Linux with Python 3.11
 
 pip is asked with no settings of this machine's, so the files are PyPI's. One hash for each line, not those of every
 platform's file as `uv pip compile --generate-hashes` writes them: 180 lines that a review can read, not 4,500.

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from _series import source  # noqa: E402
 from _series.errors import Refusal  # noqa: E402
 
-from vllm_pd.source_names import missing_names  # noqa: E402
+from vllm_pd.model.source_names import missing_names  # noqa: E402
 from vllm_pd.v1.required import REQUIRED  # noqa: E402
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm-pd` command.
 
-Options that are settings come from the settings' classes (`vllm_pd.options`). Whatever else a command needs it imports
-by itself, so that the broker starts without an HTTP client and `--help` without an engine.
+Options that are settings come from the settings' classes (`vllm_pd.settings.options`). Whatever else a command needs it
+imports by itself, so that the broker starts without an HTTP client and `--help` without an engine.
 """
 
 import signal
@@ -13,14 +13,14 @@ from typing import Annotated
 
 import typer
 
-from vllm_pd.admin.members import TTL_S, Access
-from vllm_pd.admin.split import SplitOptions
 from vllm_pd.bench.commands import bench_app
+from vllm_pd.broker.members import TTL_S, Access
 from vllm_pd.errors import PDError
-from vllm_pd.launch.plan import UpOptions
-from vllm_pd.options import option_hint, takes_settings
+from vllm_pd.ops.launch.plan import UpOptions
+from vllm_pd.ops.split import SplitOptions
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
+from vllm_pd.settings.options import option_hint, takes_settings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Prefill on one vLLM engine, decode on another.")
@@ -41,10 +41,10 @@ def broker(bind: Bind = "tcp://127.0.0.1:5700",
            keys: option_hint(Access, "keys") = None) -> None:
     """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
     from vllm_pd.broker.server import Broker
-    from vllm_pd.config import PDConfig
-    from vllm_pd.ports import require_free
     from vllm_pd.rpc.addresses import parse_endpoint
     from vllm_pd.rpc.keys import Keys
+    from vllm_pd.rpc.ports import require_free
+    from vllm_pd.settings.engine import PDConfig
     ttl_s = PDConfig.check_number("ttl_s", ttl_s, "--ttl-s")
     loaded = None if keys is None else Keys.load(keys, "--keys")
     host, port = parse_endpoint("--bind", bind, keyed=loaded is not None)
@@ -79,8 +79,8 @@ def up(options: UpOptions, state: StateFile = None,
        pin: Annotated[bool | None, typer.Option("--pin/--no-pin", help="Give each engine cores of its own; by "
                                                    "default where vllm runs on the CPU.")] = None) -> None:
     """Start a broker, prefill engines and decode engines; print their addresses; end them all together."""
-    from vllm_pd.launch.plan import cores_to_pin, plan_fleet
-    from vllm_pd.launch.up import Fleet, check_times
+    from vllm_pd.ops.launch.plan import cores_to_pin, plan_fleet
+    from vllm_pd.ops.launch.up import Fleet, check_times
     plan = plan_fleet(options, cores_to_pin(options, pin))
     check_times(plan, timeout_s, stop_timeout_s)
     fleet = Fleet(plan, state=state, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s, stop_on_death=stop_on_death)
@@ -102,7 +102,7 @@ def doctor(access: Access,
            port: Annotated[list[int] | None, typer.Option(help="Also check whether this port is free; 5700 and "
                                                               "8000 where no --broker is given.")] = None) -> None:
     """Check the installation, NIXL, ports and engines, and say how to repair each fault."""
-    from vllm_pd.admin.doctor import examine
+    from vllm_pd.ops.doctor import examine
     findings = examine(broker, port or ([] if broker else [5700, 8000]), access)
     _show(line for finding in findings for line in finding.lines)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
@@ -115,7 +115,7 @@ def plan(options: SplitOptions,
     """Print which rank of a prefill engine sends which layers and KV heads to which rank of a decode engine."""
     import json
 
-    from vllm_pd.admin.split import report
+    from vllm_pd.ops.split import report
     found = report(options)
     typer.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
 
@@ -126,7 +126,7 @@ def drain(engine: Engine, broker: OfBroker, access: Access,
           timeout_s: Annotated[float, typer.Option(help="How long to wait until nothing is open there.")] = 300.0
           ) -> None:
     """Make an engine accept nothing new, finish what is open and leave. It can then be stopped without harm."""
-    from vllm_pd.admin.orders import Operator, describe, find_engine, is_drained
+    from vllm_pd.ops.orders import Operator, describe, find_engine, is_drained
     with Operator(find_engine(engine, broker, access), access) as operator:
         reply = operator.drain(timeout_s)
     _show(describe(reply))
@@ -138,10 +138,10 @@ def drain(engine: Engine, broker: OfBroker, access: Access,
 def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_producer or kv_consumer.")],
          broker: OfBroker, access: Access) -> None:
     """Make a kv_both engine act as only one of both, or as both again. It finishes what is open."""
-    from vllm_pd.admin.orders import Operator, describe, find_engine
-    from vllm_pd.config import KV_ROLES
-    from vllm_pd.core.messages import SetRole
     from vllm_pd.errors import ConfigError
+    from vllm_pd.ops.orders import Operator, describe, find_engine
+    from vllm_pd.protocol.messages import SetRole
+    from vllm_pd.settings.engine import KV_ROLES
     if role not in KV_ROLES:
         raise ConfigError("ROLE", role, f"write one of {', '.join(KV_ROLES)}")
     with Operator(find_engine(engine, broker, access), access) as operator:
@@ -152,9 +152,9 @@ def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_p
 @takes_settings
 def status(broker: OfBroker, access: Access, engine: MaybeEngine = None) -> None:
     """Show the status of an engine; without ENGINE, list the registered engines."""
-    from vllm_pd.admin.members import list_members
-    from vllm_pd.admin.orders import Operator, describe, find_engine, introduce
-    from vllm_pd.core.messages import Status
+    from vllm_pd.broker.members import list_members
+    from vllm_pd.ops.orders import Operator, describe, find_engine, introduce
+    from vllm_pd.protocol.messages import Status
     if engine is None:
         _show([*map(introduce, list_members(broker, access=access).members)] or ["no engine is registered"])
         return

@@ -138,13 +138,13 @@ class V1SchedulerSteps(V1Steps):
         """What `vllm_pd.v1.start` does, without ranks."""
         from vllm.v1.engine.core import EngineShutdownState
 
-        from vllm_pd.config import PDConfig
-        from vllm_pd.control.agent import ControlAgent
-        from vllm_pd.core.messages import Fingerprint, Role
         from vllm_pd.handover.prefill import PrefillCapacity
-        from vllm_pd.liveness.process import local_member
+        from vllm_pd.peer.agent import ControlAgent
+        from vllm_pd.peer.liveness.process import local_member
+        from vllm_pd.protocol.messages import Fingerprint, Role
+        from vllm_pd.settings.engine import PDConfig
         from vllm_pd.transfer.engine import RemoteEngineTransfer
-        from vllm_pd.transfer.gather import RankTransfers
+        from vllm_pd.transfer.ranks.gather import RankTransfers
         from vllm_pd.v1.binding import EngineHandover
         from vllm_pd.v1.engine_access import EngineAccess
         from vllm_pd.v1.metrics import MetricsRecorder

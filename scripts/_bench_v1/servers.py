@@ -14,10 +14,10 @@ import psutil
 from _wheel.process import BuildError
 
 from _bench_v1.installations import BenchInstallation
-from vllm_pd.admin.client import is_healthy
 from vllm_pd.bench.load import GenerationRequest, ask
 from vllm_pd.bench.servers import HOST
-from vllm_pd.ports import take_free
+from vllm_pd.ops.client import is_healthy
+from vllm_pd.rpc.ports import take_free
 
 START_S = 900.0
 STOP_S = 60.0

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from _wheel.process import BuildError
 
 from _bench_v1.servers import BenchServer
-from vllm_pd.admin.client import fetch
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.connection import LoadError
+from vllm_pd.ops.client import fetch
+from vllm_pd.ops.scrape import scrape
 
 # A connector of stock vLLM, in this folder, which does nothing but let long prompts wait.
 PARKING = {"kv_connector": "ParkingConnector", "kv_connector_module_path": "parking", "kv_role": "kv_both"}

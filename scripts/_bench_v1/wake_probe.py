@@ -53,7 +53,7 @@ def install() -> None:
 
 def install_wire(bytes_per_s: float) -> None:
     """Ranks of this process make their transports behind such a wire."""
-    from vllm_pd.transfer import nixl
+    from vllm_pd.transfer.nixl import transport as nixl
     from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 
     if "behind_wire" in vars(nixl):

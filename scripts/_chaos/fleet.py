@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from _chaos.zygote import Zygote
-from vllm_pd.core.messages import Role
-from vllm_pd.ports import take_free
+from vllm_pd.protocol.messages import Role
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.ports import take_free
 
 HOST = "127.0.0.1"
 ANSWER_S = 300.0

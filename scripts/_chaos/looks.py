@@ -86,7 +86,7 @@ def watch_fallbacks(binding, report: Callable[[str, str, str, float], None]) -> 
     """Reports when an attempt falls back: request id, reason, peer, time. `binding` None: nothing."""
     if binding is None:
         return
-    from vllm_pd.core.actions import Fallback
+    from vllm_pd.protocol.actions import Fallback
     prefills = binding.remote_prefills
     handle = prefills.handle
 

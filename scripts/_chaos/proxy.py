@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec
 
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ from _chaos.blows import Blow, Episode, GivenBlow, PlannedBlow, PlannedRequest
 from _chaos.fleet import ChaosFleet, EngineSlot, SlotHealth
 from _chaos.load import ChaosRequest, RequestEnd
 from _chaos.report import GaugeSample, RunRecord, SeenFallback, handed_over
-from vllm_pd.core.messages import Role
+from vllm_pd.protocol.messages import Role
 
 EPISODE_S = 12.0  # the next episode begins after this time, even if requests are open
 REQUEST_S = 60.0  # a request must end within this time, whatever happens

@@ -20,9 +20,9 @@ from _chaos.picture import draw
 from _chaos.report import RunRecord
 from _chaos.rest import Rest, come_to_rest, come_to_rest_as
 from _chaos.run import ChaosRun
-from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
-from vllm_pd.installation import World, find_installation
+from vllm_pd.model.installation import World, find_installation
+from vllm_pd.protocol.messages import Role
 
 START_S = 240.0
 EXPECT_S = 600.0

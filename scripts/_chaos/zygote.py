@@ -24,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from vllm_pd.checks import check_nixl
-from vllm_pd.installation import World, find_installation
+from vllm_pd.model.checks import check_nixl
+from vllm_pd.model.installation import World, find_installation
 
 PR_SET_PDEATHSIG = 1
 MAX_REQUEST_BYTES = 1 << 16

@@ -15,7 +15,7 @@ from enum import Enum
 from _connectors.pair import HANG_S, LEASE_S, EnginePair
 from _connectors.questions import ANSWER_TOKENS, Question, draw_prompts_between, extended
 from vllm_pd.bench.connection import LoadError
-from vllm_pd.core.messages import Role
+from vllm_pd.protocol.messages import Role
 
 PAST_LEASE_S = LEASE_S + 3.0
 AFTERWARDS = 4  # requests after each fault

@@ -26,7 +26,7 @@ from _chaos.load import VOCABULARY
 from _connectors.pair import ConnectorName, EnginePair
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.report import MS, ShowLine, summary
-from vllm_pd.launch.plan import ROLE_NAMES
+from vllm_pd.ops.launch.plan import ROLE_NAMES
 
 SETTLE_S = 1.5  # until an engine that was stopped has answered its peers and the broker
 TRIES, COUNTED_S = 3, 3.0

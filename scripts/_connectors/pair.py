@@ -17,14 +17,14 @@ from enum import Enum
 from typing import Any
 
 from _connectors.serve import ForkedServer, ServerFactory
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.connection import LoadConnection, LoadError
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask, generate
 from vllm_pd.bench.prefill_first import REMOTE_DECODE, prefill_at
 from vllm_pd.bench.servers import HOST, Servers
-from vllm_pd.core.messages import Role
-from vllm_pd.launch.plan import BROKER, ROLE_NAMES, transfer_config
-from vllm_pd.ports import take_free
+from vllm_pd.ops.launch.plan import BROKER, ROLE_NAMES, transfer_config
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.protocol.messages import Role
+from vllm_pd.rpc.ports import take_free
 
 HANG_S = 60.0
 REST_S = 40.0

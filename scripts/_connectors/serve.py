@@ -17,9 +17,9 @@ from pathlib import Path
 
 from _chaos.zygote import Zygote
 
-from vllm_pd.admin.client import is_healthy
 from vllm_pd.bench.servers import HOST
 from vllm_pd.errors import PDError
+from vllm_pd.ops.client import is_healthy
 
 SPAWNING = ("vllm.utils.system_utils", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 START_S = 300.0

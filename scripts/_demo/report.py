@@ -14,7 +14,7 @@ from _demo.pause import PauseComparison
 from _demo.questions import DemoCase
 from vllm_pd.bench.load import GenerationAnswer
 from vllm_pd.bench.report import MS, table
-from vllm_pd.metrics import STAGES
+from vllm_pd.handover.metrics import STAGES
 
 WHY = {
     "length": "a long prompt", "ttft": "the first token comes sooner", "itl": "others decode",

@@ -3,9 +3,9 @@
 
 import time
 
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.load import GenerationRequest, ask
-from vllm_pd.installation import World, find_installation
+from vllm_pd.model.installation import World, find_installation
+from vllm_pd.ops.scrape import scrape
 
 SETTLE_S = 15.0
 USAGE = "vllm:kv_cache_usage_perc" if find_installation().world is World.PLUGIN else "vllm:gpu_cache_usage_perc"

@@ -19,7 +19,7 @@ import torch
 from _gpu_check.caches import LAYOUTS, SHAPES, PatternCache
 from _gpu_check.results import PartFailed
 from _gpu_check.streams import BusyKernels, CudaSteps, HostSteps, StepQueue
-from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.nixl.transport import NixlTransport
 from vllm_pd.transfer.requests import AddTransferPeer, DropTransferPeer, Finished, TransferRequest
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.worker import TransferWorker

@@ -121,8 +121,8 @@ def judge_serve(run: PartRun, report: dict[str, Any]) -> None:
 def prepare(run: PartRun) -> bool:
     """Refuse what can't run here. Returns whether the engines are of V1. Raises PartSkipped."""
     require(*NEEDS)
-    from vllm_pd.installation import World, find_installation
-    from vllm_pd.launch.plan import engines_run_on_cpu
+    from vllm_pd.model.installation import World, find_installation
+    from vllm_pd.ops.launch.plan import engines_run_on_cpu
 
     world = find_installation().world
     if world not in (World.PATCHED, World.PLUGIN):
@@ -261,8 +261,8 @@ def started(run: PartRun, arm: Any, arguments: Sequence[str]
     ("" without one), and what they print, (name, line), as it comes. Raises PDError where one does not start."""
     from vllm_pd.bench.serve.arms import FleetSettings, plan_arm
     from vllm_pd.bench.serve.fleets import running
-    from vllm_pd.installation import World, find_installation
-    from vllm_pd.launch.plan import default_gpu
+    from vllm_pd.model.installation import World, find_installation
+    from vllm_pd.ops.launch.plan import default_gpu
 
     v1 = find_installation().world is World.PLUGIN
     gpu = run.settings.device == "cuda"
@@ -285,8 +285,8 @@ def await_peer(url: str, model: str, broker: str, timeout_s: float) -> dict[str,
     have registered. Raises PartFailed."""
     from _chaos.load import VOCABULARY
 
-    from vllm_pd.admin.members import list_members
     from vllm_pd.bench.load import GenerationRequest, ask
+    from vllm_pd.broker.members import list_members
 
     draw, deadline_s = random.Random("warm-up"), time.monotonic() + timeout_s
     while not attempts_done(url):
@@ -302,7 +302,7 @@ def await_peer(url: str, model: str, broker: str, timeout_s: float) -> dict[str,
 
 def attempts_done(url: str) -> int:
     """How many prompts of the engine at `url` were prefilled remotely."""
-    from vllm_pd.admin.scrape import scrape
+    from vllm_pd.ops.scrape import scrape
 
     return int(scrape(url).value("vllm:pd_attempts_total", outcome="done"))
 

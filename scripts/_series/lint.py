@@ -13,7 +13,7 @@ SUBJECT_CHARACTERS = 72
 _NOT_IMPERATIVE = re.compile(r"[a-z]+(?:(?<!e)ed|ing|[^s]s)")
 _IMPERATIVE = frozenset(["bring", "embed", "focus", "ping", "shed"])
 _OWN = re.compile(r"vllm_pd")
-_OWN_ALLOWED = re.compile(r"from vllm_pd import hooks|vllm_pd\.hooks")
+_OWN_ALLOWED = re.compile(r"from vllm_pd\.v0 import hooks|vllm_pd\.v0\.hooks")
 _HEADER_REFUSED = {"new file mode": "adds a file", "deleted file mode": "deletes a file", "old mode": "changes a mode",
                    "Binary files": "changes a binary file", "GIT binary patch": "changes a binary file",
                    "rename from": "renames a file", "index ": "has an index line"}
@@ -79,7 +79,7 @@ def _diff(patch: Patch) -> Iterator[str]:
         if kind not in ("hook", "queue"):
             yield f"a {kind} must not name vllm_pd; found {line.strip()!r}"
         elif not _OWN_ALLOWED.search(line):
-            yield f"patches may reach vllm_pd only through vllm_pd.hooks; found {line.strip()!r}"
+            yield f"patches may reach vllm_pd only through vllm_pd.v0.hooks; found {line.strip()!r}"
     for line in patch.added():
         if line != line.rstrip():
             yield f"adds white space at the end of a line: {line!r}"

@@ -13,9 +13,10 @@ Made by `scripts/series.py export`; do not edit. `series` gives the order, `SHA2
 [docs/patching.md](../docs/patching.md) says how to change something.
 
 A *fix* mends upstream, a *backport* is upstream's own later change, a *seam* is a generic opening that upstream could
-merge, a *hook* is one call into `vllm_pd.hooks`, a *queue* belongs to the scheduler's two queues for parked requests.
+merge, a *hook* is one call into `vllm_pd.v0.hooks`, a *queue* belongs to the scheduler's two queues for parked
+requests.
 
-The patches that `vllm_pd.dp` needs are counted as those for data parallelism, and stand last. Some of the fixes
+The patches that `vllm_pd.v0.dp` needs are counted as those for data parallelism, and stand last. Some of the fixes
 among them help V1 without data parallelism too, with tensor parallelism or a pipeline for example: their text says so.
 
 """
@@ -36,7 +37,7 @@ def totals(series: List[Patch], whole: str) -> str:
 
 def is_for_dp(patch: Patch) -> bool:
     """Whether the step sync of data-parallel ranks needs this patch, and prefill/decode disaggregation does not."""
-    return patch.subject.startswith("dp:") or "vllm_pd.dp" in patch.trailers.get("Used-By", "")
+    return patch.subject.startswith("dp:") or "vllm_pd.v0.dp" in patch.trailers.get("Used-By", "")
 
 
 def _size(series: List[Patch]) -> Tuple[int, int]:

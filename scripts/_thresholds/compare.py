@@ -11,7 +11,7 @@ from typing import Any
 from vllm_pd.bench.serve.settings import LoadShape, ServeLoad
 from vllm_pd.bench.serve.traffic import LoadPoint, LoadRequest, PromptKind, RequestChain, points
 from vllm_pd.bench.serve.words import TOKENS_PER_WORD
-from vllm_pd.core.policy import PolicyConfig
+from vllm_pd.decisions.policy import PolicyConfig
 
 from .engine import BLOCK_TOKENS, EngineSpeed, SimClock, SimRequest
 from .fleet import ModelFleet

@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from vllm_pd.control.own_jobs import QUEUED, OwnJobs
-from vllm_pd.core import messages as m
-from vllm_pd.core.expected import expect
-from vllm_pd.core.job_order import JobOrder, step_tokens
-from vllm_pd.core.measured import DecodeMeasures, StepSpeed, StepTimer
-from vllm_pd.core.policy import PolicyConfig, PolicyInput, decide
+from vllm_pd.decisions.expected import expect
+from vllm_pd.decisions.job_order import JobOrder, step_tokens
+from vllm_pd.decisions.measured import DecodeMeasures, StepSpeed, StepTimer
+from vllm_pd.decisions.policy import PolicyConfig, PolicyInput, decide
+from vllm_pd.peer.own_jobs import QUEUED, OwnJobs
+from vllm_pd.protocol import messages as m
 
 from .engine import BLOCK_TOKENS, EngineSpeed, SimClock, SimEngine, SimRequest
 

@@ -15,7 +15,7 @@ from dp_loads import BOUND_S, END_S, MAX_TOKENS, PROMPTS, forwards
 
 from tests.waiting import wait_for
 from vllm_pd.bench.dp.group import ENGINE, MEETINGS, Group, GroupError
-from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.rpc.ports import take_free, take_free_run
 
 LONGEST = 4096  # tokens of a request
 

@@ -13,7 +13,7 @@ from dp_children import ENDED
 from dp_loads import BOUND_S, END_S, LOCKSTEP, MAX_TOKENS, PROMPTS, at_rest, forwards
 
 from vllm_pd.bench.dp.group import ENGINE, MEETINGS, GroupError
-from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.rpc.ports import take_free, take_free_run
 
 NETWORK = {"dp_sync": {"shared_memory": False}}
 

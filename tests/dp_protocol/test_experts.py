@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_pd.dp.experts import any_experts, has_experts
+from vllm_pd.v0.dp.experts import any_experts, has_experts
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "rope_scaling": None,
          "torch_dtype": "float32", "id2label": {0: "LABEL_0"}, "tie_word_embeddings": True}  # fmt: skip

@@ -75,13 +75,13 @@ class FaultyAgent:
         self.going_on, self.stalled, self.silent = self.stalled, set(), set()
 
     def _finish(self, handle: int) -> None:
-        from vllm_pd.transfer.agent import TransferState
+        from vllm_pd.transfer.nixl.agent import TransferState
         state = self.real.post(handle)
         while state is TransferState.OPEN:
             state = self.real.check(handle)
 
     def _state(self, handle: int):
-        from vllm_pd.transfer.agent import TransferState
+        from vllm_pd.transfer.nixl.agent import TransferState
         if handle in self.failed:
             return TransferState.FAILED
         if handle in self.stalled or handle in self.silent:

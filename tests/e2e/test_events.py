@@ -12,9 +12,9 @@ from harness import BrokerProcess, EngineProcess, prompt
 
 from tests.waiting import becomes
 from vllm_pd.events.messages import EngineLoad
-from vllm_pd.events.subscriber import Subscriber
-from vllm_pd.ports import take_free
+from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
+from vllm_pd.rpc.ports import take_free
 
 BLOCKS = 48  # few, so that blocks are evicted
 PATIENCE_S = 100.0

@@ -20,13 +20,13 @@ from harness import START_S, WAIT_S, core, engine_env, model_folder
 from tests.forked import freeze
 from tests.verdict import WrongAnswer, same_answer
 from tests.waiting import wait_for
-from vllm_pd.admin.client import is_healthy
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.load import GenerationRequest, ask
-from vllm_pd.core.messages import Role
-from vllm_pd.launch.plan import SERVE, UpOptions, plan_fleet, transfer_config
-from vllm_pd.launch.up import Fleet
-from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.ops.client import is_healthy
+from vllm_pd.ops.launch.plan import SERVE, UpOptions, plan_fleet, transfer_config
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.protocol.messages import Role
+from vllm_pd.rpc.ports import take_free, take_free_run
 
 MODEL = "real"
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",

@@ -45,7 +45,7 @@ disagg.transfer.take_progress = give
 @contextlib.contextmanager
 def reading(p: EngineProcess, wanted: str) -> Iterator[None]:
     """P's key `prefix_reads` is this, for a while."""
-    p.execute("from vllm_pd.core.prefix import PrefixReads; wanted = disagg.prefill_jobs.prefix_cost.wanted; "
+    p.execute("from vllm_pd.decisions.prefix import PrefixReads; wanted = disagg.prefill_jobs.prefix_cost.wanted; "
               f"disagg.prefill_jobs.prefix_cost.wanted = PrefixReads({wanted!r})")
     try:
         yield

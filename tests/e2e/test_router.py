@@ -17,11 +17,11 @@ from tests.forked import freeze
 from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
 from tests.waiting import wait_for
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.load import GenerationRequest, ask
-from vllm_pd.launch.plan import UpOptions, plan_fleet
-from vllm_pd.launch.up import Fleet
-from vllm_pd.ports import take_free_run
+from vllm_pd.ops.launch.plan import UpOptions, plan_fleet
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.rpc.ports import take_free_run
 
 MODEL = "real"
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",

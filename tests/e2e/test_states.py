@@ -8,10 +8,10 @@ import pytest
 from harness import GREEDY, PATIENT, ChildError, Counters, prompt
 
 from tests.waiting import wait_for
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.messages import Fingerprint, Role
-from vllm_pd.liveness.process import local_member
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.protocol.messages import Fingerprint, Role
+from vllm_pd.settings.engine import PDConfig
 
 GRANTED = "disagg.agent.counts()['decode_granted'] == {}"
 LOCAL = {"prompt_logprobs": 0}  # what makes a request stay on D

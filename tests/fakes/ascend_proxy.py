@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests import asking
 from tests.waiting import wait_for
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 HOST, CLOSE_S = "127.0.0.1", 20.0
 # What it takes of its own package, which loads beside its hardware only: one name.

@@ -17,7 +17,7 @@ from _chaos import fleet
 
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 START_S = 60.0
 PATIENCE_S = 60

@@ -8,12 +8,12 @@ from enum import Enum, auto
 
 import aiohttp
 
-from vllm_pd.ports import take_free
 from vllm_pd.router.app import RouterApp
 from vllm_pd.router.options import RequestOrder, RouterOptions
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.server import RouterServer
 from vllm_pd.router.workers import WorkerState
+from vllm_pd.rpc.ports import take_free
 
 QUICK = {"probe_interval_s": 30.0, "probe_timeout_s": 0.4, "probe_backoff_s": (0.05, 0.2), "connect_timeout_s": 0.5,
          "tokenizer": "none", "unready_s": 0.0, "grace_s": 1.0}

@@ -7,7 +7,7 @@ import uuid
 import aiohttp
 from aiohttp import web
 
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 WAIT_S = 60.0
 TRIES = 3

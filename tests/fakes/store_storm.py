@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.slots import LockSlot, ReadRecord, Steps, UnlockSlot
 from vllm_pd.store.store import BlockStore
-from vllm_pd.store_settings import StoreSettings
 
 BLOCK_BYTES = 1 << 20
 SLOTS = 32

@@ -22,17 +22,17 @@ import msgspec
 import psutil
 import torch
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core import actions as e
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Cancelled, Fallback, HoldEnded, Prefill, Prefilled, Released
-from vllm_pd.core.hashes import token_digest
 from vllm_pd.handover.progress import ArrivalNotice
-from vllm_pd.liveness.process import local_member
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.protocol import actions as e
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Cancelled, Fallback, HoldEnded, Prefill, Prefilled, Released
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer import requests as transfer
 from vllm_pd.transfer.layout import describe
-from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.nixl.transport import NixlTransport
 from vllm_pd.transfer.worker import TransferWorker
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, LAYERS, BLOCKS = 16, 2, 16, 2, 64
@@ -42,7 +42,7 @@ PATIENT = {"heartbeat_s": 2.5, "ttl_s": 10.0, "claim_retry_s": 0.5, "lease_s": 6
 PAUSE_S = 0.005
 WAIT_S = 100.0
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["psutil", "torch", "vllm_pd.control.agent", "vllm_pd.transfer.nixl"])
+_SERVER.set_forkserver_preload(["psutil", "torch", "vllm_pd.peer.agent", "vllm_pd.transfer.nixl.transport"])
 
 
 def answer(token_ids: list[int]) -> int:

@@ -10,11 +10,11 @@ import zmq
 from light_engine import BLOCKS, WAIT_S, Light, Nursery
 
 from tests.waiting import wait_for
-from vllm_pd.admin.members import list_members
-from vllm_pd.core import messages as m
-from vllm_pd.core.messages import Role
-from vllm_pd.ports import take_free
+from vllm_pd.broker.members import list_members
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.messages import Role
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.ports import take_free
 
 
 def requests(name: str, count: int, dice: random.Random | None = None) -> list[tuple[str, list[int]]]:

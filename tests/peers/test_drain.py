@@ -11,13 +11,13 @@ from light_engine import WAIT_S, Light
 from typer.testing import CliRunner
 
 from tests.waiting import wait_for
-from vllm_pd.admin.members import Access, list_members
-from vllm_pd.admin.orders import EngineAddress, Operator, find_engine
+from vllm_pd.broker.members import Access, list_members
 from vllm_pd.broker.server import Broker
 from vllm_pd.cli import app
-from vllm_pd.core import messages as m
-from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.ops.orders import EngineAddress, Operator, find_engine
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.messages import Role
 from vllm_pd.rpc.keys import Keys
 
 

@@ -17,15 +17,15 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from vllm_pd import hooks
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
 from vllm_pd.frontend import connection
 from vllm_pd.frontend.drain import ServerDrain
-from vllm_pd.liveness.process import local_member
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec
+from vllm_pd.settings.engine import PDConfig
+from vllm_pd.v0 import hooks
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 LOCAL = ((b"host", b"127.0.0.1:8000"), (b"content-type", b"application/json"))

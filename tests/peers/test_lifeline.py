@@ -14,12 +14,12 @@ import time
 import pytest
 from light_engine import WAIT_S
 
-from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Role
-from vllm_pd.liveness.lifeline import GREETING_BYTES, Lifeline, greeting
-from vllm_pd.liveness.monitor import LivenessMonitor
-from vllm_pd.liveness.probe import TcpProbes
-from vllm_pd.liveness.rules import GRACE_S, IDLE_RETRY_S, SILENT_S, LivenessRules
-from vllm_pd.liveness.rules import ProbeAnswer as Answer
+from vllm_pd.peer.liveness.lifeline import GREETING_BYTES, Lifeline, greeting
+from vllm_pd.peer.liveness.monitor import LivenessMonitor
+from vllm_pd.peer.liveness.probe import TcpProbes
+from vllm_pd.peer.liveness.rules import GRACE_S, IDLE_RETRY_S, SILENT_S, LivenessRules
+from vllm_pd.peer.liveness.rules import ProbeAnswer as Answer
+from vllm_pd.protocol.messages import PROTOCOL, Fingerprint, Member, Role
 
 ADDRESS = "tcp://10.0.0.1:5"
 
@@ -133,7 +133,7 @@ def probe(address, incarnation="p", timeout_s=WAIT_S, serve=None):
 
 CHILD = """
 import select, sys
-from vllm_pd.liveness.lifeline import Lifeline
+from vllm_pd.peer.liveness.lifeline import Lifeline
 line = Lifeline(sys.argv[1], "127.0.0.1")
 print(line.address, flush=True)
 while sys.argv[2] == "serving":

@@ -12,11 +12,11 @@ import pytest
 from explorer.broken import MeetsOnce
 from explorer.holds import HoldScene, search
 
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import HoldEnd, Released
-from vllm_pd.core.hold_reads import HoldReads, ReadState
-from vllm_pd.core.holds import Holds
-from vllm_pd.core.prefill import PrefillProtocol
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import HoldEnd, Released
+from vllm_pd.protocol.hold_reads import HoldReads, ReadState
+from vllm_pd.protocol.holds import Holds
+from vllm_pd.protocol.prefill import PrefillProtocol
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 SCENE = Scene(decodes=2, prefills=2, reborn_decodes=2, reborn_prefills=2, pauses=1000, kills=3, errors=4, aborts=8,
               losses=3, refusals=2, outages=4, shape=Shape(ranks=2, requests=2, lives=3, blocks=4, prefill_blocks=2))

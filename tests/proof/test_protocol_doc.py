@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_explorer import CASES
 
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/protocol.md").read_text()

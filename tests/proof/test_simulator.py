@@ -17,7 +17,7 @@ from simulation.fleet import Fleet, Outcome, Plan
 from simulation.kernel import Faults
 from simulation.storms import AUTO, BOTH, SPLIT, counted_decisions, storm
 
-from vllm_pd.core.policy import Reason
+from vllm_pd.decisions.policy import Reason
 
 SEEDS = int(os.environ.get("VLLM_PD_SEEDS", "1000"))
 SCHEDULED_SEEDS = SEEDS // 12

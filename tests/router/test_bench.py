@@ -27,7 +27,7 @@ from vllm_pd.bench.load import RequestTiming, closed_loop
 from vllm_pd.bench.servers import RouterCommand
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 
 SHAPES = [RequestShape(3, 8, stream, chat) for stream in (False, True) for chat in (False, True)]

@@ -25,7 +25,7 @@ from vllm_pd.bench.serve.traffic import LoadRequest, PromptKind
 from vllm_pd.bench.servers import Server, Servers
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.ports import take_free_run
+from vllm_pd.rpc.ports import take_free_run
 
 PROGRAM = (sys.executable, str(Path(__file__).parents[1] / "fakes" / "serve_program.py"))
 LOAD = LoadShape(duration_s=0.6, streams=(2, ), answer_tokens=6, long_every_s=0.2, long_tokens=600)

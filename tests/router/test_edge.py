@@ -17,8 +17,8 @@ import pytest
 
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from vllm_pd.frontend import edge, sparing_log
-from vllm_pd.ports import take_free
 from vllm_pd.router import descriptors
+from vllm_pd.rpc.ports import take_free
 
 WITHIN_S = 60
 

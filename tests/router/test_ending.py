@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.test_edge import BODY, WITHIN_S, connected, request, said
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 
 def end(served, number=signal.SIGTERM):

@@ -16,10 +16,10 @@ import zmq
 from tests.fakes.faulty_engine import serving
 from tests.router.holding import with_index
 from vllm_pd.events import reach
-from vllm_pd.events.followers import ReplayFollower
 from vllm_pd.events.formats import BatchReader
-from vllm_pd.events.holdings import Holdings
-from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.router.events.followers import ReplayFollower
+from vllm_pd.router.events.holdings import Holdings
+from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.policy import Policy
 from vllm_pd.rpc.codec import BadFrame

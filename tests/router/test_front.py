@@ -19,19 +19,19 @@ import zmq
 from tests.fakes.event_engine import FakeEngine
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.holding import index_of, with_index
-from vllm_pd.admin.members import Access
+from vllm_pd.broker.members import Access
 from vllm_pd.broker.server import Broker
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
-from vllm_pd.events import subscriber
-from vllm_pd.ports import take_free
+from vllm_pd.protocol import messages as m
 from vllm_pd.router import membership as membership_module
 from vllm_pd.router import probe, subscriptions
+from vllm_pd.router.events import subscriber
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource, WorkerState
+from vllm_pd.rpc.ports import take_free
 
 WITHIN_S = 60
 JSON = {"Content-Type": "application/json"}

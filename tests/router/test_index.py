@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd.core.hashes import root_seed
 from vllm_pd.errors import ConfigError, PeerMismatch
+from vllm_pd.protocol.hashes import root_seed
 from vllm_pd.router import index as index_module
 from vllm_pd.router.index import PrefixIndex
 

@@ -9,8 +9,8 @@ from tests.fakes.faulty_engine import Fault, serving
 from tests.router.holding import with_index
 from tests.router.test_ending import end
 from tests.router.test_front import TestMembership as _TestMembership
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol import messages as m
 from vllm_pd.router.fatal_requests import PREFILL_REMEMBERED_S
 from vllm_pd.router.options import RequestOrder, RouterOptions
 from vllm_pd.router.policy import Policy

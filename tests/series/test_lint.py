@@ -89,13 +89,14 @@ def test_empty_diff():
 
 
 @pytest.mark.parametrize("kind, line, said", [
-    ("seam", "from vllm_pd import hooks", "must not name vllm_pd"), ("fix", "# for vllm_pd", "must not name vllm_pd"),
-    ("hook", "from vllm_pd.core import policy", "only through vllm_pd.hooks"),
-    ("hook", "from vllm_pd import hooks", ""),
-    ("queue", "    vllm_pd.hooks.admit(self)", ""), ("hook", "import vllm_pd", "only through vllm_pd.hooks"),
+    ("seam", "from vllm_pd.v0 import hooks", "must not name vllm_pd"),
+    ("fix", "# for vllm_pd", "must not name vllm_pd"),
+    ("hook", "from vllm_pd.decisions import policy", "only through vllm_pd.v0.hooks"),
+    ("hook", "from vllm_pd.v0 import hooks", ""),
+    ("queue", "    vllm_pd.v0.hooks.admit(self)", ""), ("hook", "import vllm_pd", "only through vllm_pd.v0.hooks"),
 ])
 def test_own_package_in_upstream(kind, line, said):
-    """B52: a seam never names vllm_pd, a hook reaches only vllm_pd.hooks."""
+    """B52: a seam never names vllm_pd, a hook reaches only vllm_pd.v0.hooks."""
     found = faults(message(SUBJECT, Kind=kind), DIFF.replace("+a = 2", "+" + line))
     assert said in found and bool(said) == bool(found)
 

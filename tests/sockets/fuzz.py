@@ -11,7 +11,7 @@ import msgspec
 import zmq
 from msgspec import inspect
 
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec
 
 HEAD = b"PD" + bytes((m.PROTOCOL,))

@@ -24,11 +24,16 @@ from tests.fakes.noise import send_noise
 from tests.forked import ForkedProcess
 from tests.idle import least_used_s
 from tests.waiting import wait_for
-from vllm_pd.control import sockets as control_sockets
-from vllm_pd.control import thread as control_thread
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import (
+from vllm_pd.errors import ConfigError
+from vllm_pd.handover.engine import close_engine, finalize
+from vllm_pd.peer import sockets as control_sockets
+from vllm_pd.peer import thread as control_thread
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.liveness import process
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.peer.liveness.rules import GRACE_S
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
     AddPeer,
     AttemptEnd,
     Cancelled,
@@ -43,19 +48,15 @@ from vllm_pd.core.actions import (
     Released,
     StopRead,
 )
-from vllm_pd.core.prefill import PrefillProtocol
-from vllm_pd.errors import ConfigError
-from vllm_pd.handover.engine import close_engine, finalize
-from vllm_pd.liveness import process
-from vllm_pd.liveness.process import local_member
-from vllm_pd.liveness.rules import GRACE_S
-from vllm_pd.ports import take_free
+from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.ports import take_free
 from vllm_pd.rpc.sockets import SendResult
 from vllm_pd.rpc.watched import WatchedConnection
-from vllm_pd.transfer import kept, nixl
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.transfer.nixl import kept
+from vllm_pd.transfer.nixl import transport as nixl
 from vllm_pd.transfer.requests import TransferProgress
 from vllm_pd.transfer.transport import rank_name
 
@@ -74,7 +75,8 @@ def take_events(engine):
 
 @dataclass(frozen=True)
 class Settings:
-    """As vllm_pd.config.PDConfig. Heartbeats are many, and nobody is gone because the machine is busy with others."""
+    """As vllm_pd.settings.engine.PDConfig. Heartbeats are many, and nobody is gone because the machine is busy with
+    others."""
     broker: str
     bind: str = "tcp://127.0.0.1:0"
     lease_s: float = 30.0
@@ -487,10 +489,10 @@ PROGRAM = """
 import sys, threading
 sys.path.insert(0, sys.argv[3])
 from dataclasses import dataclass
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.liveness.process import local_member
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import *
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import *
 import msgspec
 @dataclass
 class Settings:

@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.fakes.http_engine import FakeEngine, _Handler
-from vllm_pd.admin.scrape import parse
 from vllm_pd.bench import handover
 from vllm_pd.bench.connection import LoadError
 from vllm_pd.bench.handover import HandoverBench, HandoverSample, measure, report
@@ -16,6 +15,7 @@ from vllm_pd.bench.load import GenerationRequest, ask
 from vllm_pd.bench.report import quantile_grid, summary
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.ops.scrape import parse
 
 
 def bench(engine: FakeEngine, **changes) -> HandoverBench:

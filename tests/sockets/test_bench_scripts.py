@@ -21,7 +21,7 @@ from _wheel.process import BuildError
 from vllm_pd.bench.checks import argument_count
 from vllm_pd.bench.dp.group import Group, GroupError
 from vllm_pd.bench.outputs import argument_file
-from vllm_pd.transfer.agent import TransferState
+from vllm_pd.transfer.nixl.agent import TransferState
 
 
 def test_a_run_of_bench_v1_deletes_nothing(tmp_path):

@@ -11,8 +11,8 @@ from tests.fakes.http_engine import FakeEngine
 from tests.waiting import wait_for
 from vllm_pd.bench.serve import watch
 from vllm_pd.bench.serve.watch import EngineWatch
-from vllm_pd.core.messages import Role
-from vllm_pd.launch.plan import EnginePlan
+from vllm_pd.ops.launch.plan import EnginePlan
+from vllm_pd.protocol.messages import Role
 
 
 def plan(url: str, role: Role) -> EnginePlan:

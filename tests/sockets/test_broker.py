@@ -12,8 +12,8 @@ from tests.fakes.noise import send_noise
 from tests.waiting import wait_for
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.broker.server import Broker
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")

@@ -9,8 +9,8 @@ import zmq
 
 from tests.fakes.brokers import KINDS, EmbeddedBroker, patience, running  # noqa: F401
 from tests.waiting import wait_for
-from vllm_pd.control.sockets import open_backend
-from vllm_pd.core import messages as m
+from vllm_pd.peer.sockets import open_backend
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.sockets import SendResult
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")

@@ -25,8 +25,8 @@ from _chaos.rest import Rest
 from _chaos.run import ChaosRun
 from _chaos.session import ChaosSettings, EngineKind
 
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "f", "f", 16, 1, 1, 8, "l")

@@ -14,10 +14,11 @@ import certifi
 import pytest
 
 from vllm_pd import cli
-from vllm_pd.admin import doctor, members, orders
-from vllm_pd.core import messages as m
+from vllm_pd.broker import members
 from vllm_pd.errors import ControlError
-from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.ops import doctor, orders
+from vllm_pd.protocol import messages as m
+from vllm_pd.rpc.ports import take_free, take_free_run
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,10 +8,10 @@ import zmq
 
 from tests.fakes.brokers import serving
 from tests.sockets.test_agent import FINGERPRINT, Engine, Settings
-from vllm_pd.control.notices import LONG_WRITE_POLL_S, SHORT_WRITE_POLL_S, SHORT_WRITE_S, Notices
-from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
-from vllm_pd.liveness.process import local_member
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.peer.notices import LONG_WRITE_POLL_S, SHORT_WRITE_POLL_S, SHORT_WRITE_S, Notices
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
 from vllm_pd.rpc import codec
 
 ANSWER_S = 60

@@ -15,7 +15,7 @@ from tests.fakes.http_engine import FakeEngine
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest
 from vllm_pd.bench.serve.drive import ServedLoad, ServedRequest
 from vllm_pd.bench.serve.traffic import PromptKind
-from vllm_pd.metrics import STAGES
+from vllm_pd.handover.metrics import STAGES
 
 ANSWER = GenerationAnswer("<1><2>", (1, 2), "length", (600, 2), (0.5, 0.6))
 

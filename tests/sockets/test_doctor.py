@@ -14,12 +14,12 @@ import pytest
 import zmq
 
 from tests.fakes.brokers import serving
-from vllm_pd.admin import doctor
-from vllm_pd.admin.members import MemberList, list_members
-from vllm_pd.core.messages import PROTOCOL, Fingerprint, Member, Register, Role
+from vllm_pd.broker.members import MemberList, list_members
 from vllm_pd.errors import ControlError
-from vllm_pd.ports import take_free
+from vllm_pd.ops import doctor
+from vllm_pd.protocol.messages import PROTOCOL, Fingerprint, Member, Register, Role
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.ports import take_free
 
 FINGERPRINT = Fingerprint(PROTOCOL, "m", "float32", "auto", 16, 30, 3, 64, "ipex")
 

@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 
 from vllm_pd.frontend import edge
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 WITHIN_S = 60
 

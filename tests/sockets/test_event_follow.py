@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import zmq
 
-from vllm_pd.events import followers, stream, subscriber
 from vllm_pd.events import messages as m
-from vllm_pd.events.followers import ReplayFollower, SideFollower
-from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.router.events import followers, stream, subscriber
+from vllm_pd.router.events.followers import ReplayFollower, SideFollower
+from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 
 MANY = 100

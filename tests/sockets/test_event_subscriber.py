@@ -17,14 +17,15 @@ from aiohttp import web
 
 from tests.fakes.event_engine import BLOCK_SIZE, TOPIC, FakeEngine
 from tests.waiting import becomes
-from vllm_pd.events import followers, reach
 from vllm_pd.events import messages as m
+from vllm_pd.events import reach
 from vllm_pd.events.notice import EventsNotice
-from vllm_pd.events.subscriber import POLLED_S, Subscriber, SubscriberState
-from vllm_pd.ports import take_free
+from vllm_pd.router.events import followers
+from vllm_pd.router.events.subscriber import POLLED_S, Subscriber, SubscriberState
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.subscriptions import load_of
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.ports import take_free
 
 PATIENCE_S = 60.0  # B61 says one second; other work may run beside it
 

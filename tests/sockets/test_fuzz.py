@@ -27,10 +27,10 @@ from tests.sockets.test_agent import FINGERPRINT, Engine, Settings, hand_over, p
 from tests.waiting import wait_for
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Cancelled, Prefill
 from vllm_pd.errors import TransferError
 from vllm_pd.handover.progress import ArrivalNotice
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Cancelled, Prefill
 from vllm_pd.rpc import codec
 from vllm_pd.transfer.transport import RanksMetadata
 

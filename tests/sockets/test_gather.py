@@ -14,11 +14,11 @@ import time
 import msgspec
 import pytest
 
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError, PeerMismatch
-from vllm_pd.liveness import process
+from vllm_pd.peer.liveness import process
+from vllm_pd.protocol import messages as m
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.gather import (
+from vllm_pd.transfer.ranks.gather import (
     ENTRIES_PER_MESSAGE,
     MAX_NOTICE_BYTES,
     GatheredTransfer,
@@ -26,8 +26,8 @@ from vllm_pd.transfer.gather import (
     RankProgress,
     encode_progress,
 )
-from vllm_pd.transfer.packets import HOLD, LAST, MAX_MESSAGE_BYTES, PacketSocket
-from vllm_pd.transfer.rank import RankThread
+from vllm_pd.transfer.ranks.packets import HOLD, LAST, MAX_MESSAGE_BYTES, PacketSocket
+from vllm_pd.transfer.ranks.process import RankThread
 from vllm_pd.transfer.requests import Finished, Notice, PeerRefusal, TransferProgress, Write
 
 
@@ -236,8 +236,8 @@ CHILD = """
 import os, socket, sys, time
 sys.path.insert(0, sys.argv[1])
 from test_gather import Transfers
-from vllm_pd.transfer.gather import connect
-from vllm_pd.transfer.rank import RankThread
+from vllm_pd.transfer.ranks.gather import connect
+from vllm_pd.transfer.ranks.process import RankThread
 rank = RankThread(Transfers(), connect(bytes.fromhex(sys.argv[2])))
 print(os.getpid(), flush=True)
 time.sleep(600)

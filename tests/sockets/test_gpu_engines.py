@@ -11,9 +11,9 @@ from _gpu_check.harness import ANSWERS, CheckSettings
 from _gpu_check.results import PartFailed
 
 from tests.fakes.http_engine import FakeEngine
-from vllm_pd.admin import members
 from vllm_pd.bench.serve.arms import ArmKind
-from vllm_pd.core.messages import Role
+from vllm_pd.broker import members
+from vllm_pd.protocol.messages import Role
 
 RIGHT = (11, 12, 13)
 VARIANT = EngineVariant({"GPU_CHECK_TEST": "1"}, ("--flag", ), needs={"layout": "heads"}, lines=("graphs", ))

@@ -7,9 +7,9 @@ import pytest
 
 from tests.sockets.test_agent import WAIT_S, Settings, engine, take_events  # noqa: F401
 from tests.sockets.test_cli import broker
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Prefill
-from vllm_pd.ports import take_free
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Prefill
+from vllm_pd.rpc.ports import take_free
 
 MAX_TOKENS = 2000
 JOBS = 8

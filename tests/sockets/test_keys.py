@@ -16,17 +16,17 @@ from typer.testing import CliRunner
 from tests.fakes.brokers import serving
 from tests.sockets.test_agent import Engine, Settings, hand_over, peered
 from vllm_pd import cli
-from vllm_pd.admin import doctor
-from vllm_pd.admin.members import Access, list_members
+from vllm_pd.broker.members import Access, list_members
 from vllm_pd.broker.server import Broker
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.launch.plan import UpOptions, plan_fleet
-from vllm_pd.ports import take_free_run
+from vllm_pd.ops import doctor
+from vllm_pd.ops.launch.plan import UpOptions, plan_fleet
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import check_certificates, check_credentials
+from vllm_pd.rpc.ports import take_free_run
 from vllm_pd.rpc.secret_files import problem_of_mode
 
 

@@ -24,10 +24,13 @@ from tests.fakes.metaserver_proxy import BODY, LoopThread, MetaserverProxy
 from tests.sockets.test_agent import FINGERPRINT, TOKENS, WAIT_S, Engine, Settings
 from tests.unit.test_metaserver import URL, naming
 from tests.waiting import wait_for
-from vllm_pd.control import posted_jobs, poster
-from vllm_pd.control.poster import MetaserverPoster
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import (
+from vllm_pd.frontend import connection
+from vllm_pd.frontend.drain import ServerDrain
+from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware, without_metaserver
+from vllm_pd.peer import posted_jobs, poster
+from vllm_pd.peer.poster import MetaserverPoster
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
     Cancelled,
     Fallback,
     FallbackReason,
@@ -37,12 +40,9 @@ from vllm_pd.core.actions import (
     Released,
     StopPost,
 )
-from vllm_pd.core.metaserver import post_params, posted_name
-from vllm_pd.frontend import connection
-from vllm_pd.frontend.drain import ServerDrain
-from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware, without_metaserver
-from vllm_pd.ports import take_free
+from vllm_pd.protocol.metaserver import post_params, posted_name
 from vllm_pd.rpc import codec
+from vllm_pd.rpc.ports import take_free
 from vllm_pd.rpc.sockets import HIGH_WATER_MESSAGES
 
 ID, SECRET = "cmpl-1-0", "0123456789abcdef" * 2

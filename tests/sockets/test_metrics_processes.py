@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 
-from vllm_pd.admin.scrape import parse
+from vllm_pd.ops.scrape import parse
 
 
 def test_engine_process_reaches_the_front_end(tmp_path):
-    engine = ("from vllm_pd.metrics import PDMetrics\n"
+    engine = ("from vllm_pd.handover.metrics import PDMetrics\n"
               "m = PDMetrics('m'); m.attempt('done'); m.parked_blocks.set(5); m.handover('queue', 0.5)\n")
     front_end = ("import prometheus_client as p\nfrom prometheus_client import multiprocess\n"
                  "r = p.CollectorRegistry(); multiprocess.MultiProcessCollector(r)\n"
@@ -25,7 +25,7 @@ def test_engine_process_reaches_the_front_end(tmp_path):
 
 def test_the_processes_of_one_front_end_share_an_engines_figures(tmp_path):
     """V1: each gets a part of what an engine has counted. A gauge's value is what was set last, in any process."""
-    part = ("from vllm_pd.metrics import PDMetrics\n"
+    part = ("from vllm_pd.handover.metrics import PDMetrics\n"
             "m = PDMetrics('m', {engine}); m.attempt('done'); m.parked_blocks.set({blocks})\n"
             "m.standing('kv_both', {draining}, False)\n")
     front_end = ("import prometheus_client as p\nfrom prometheus_client import multiprocess\n"

@@ -22,13 +22,13 @@ from tests.fakes.brokers import NatsServer, patience  # noqa: F401
 from tests.sockets import test_agent, test_broker_contract
 from tests.sockets.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from tests.waiting import wait_for
-from vllm_pd.admin import doctor
-from vllm_pd.admin.members import Access, list_members
 from vllm_pd.broker import nats_backend, nats_members, nats_session, nats_store
 from vllm_pd.broker.directory import Directory
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Fallback, FallbackReason
+from vllm_pd.broker.members import Access, list_members
 from vllm_pd.errors import ControlError
+from vllm_pd.ops import doctor
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Fallback, FallbackReason
 from vllm_pd.rpc import codec
 from vllm_pd.rpc.sockets import SendResult
 

@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from vllm_pd import ports as module
 from vllm_pd.errors import ConfigError
-from vllm_pd.ports import is_free, release, require_free, reserve, take_free, take_free_run
+from vllm_pd.rpc import ports as module
+from vllm_pd.rpc.ports import is_free, release, require_free, reserve, take_free, take_free_run
 
 HOST = "127.0.0.1"
 

@@ -10,11 +10,11 @@ import subprocess
 import msgspec
 import pytest
 
-from vllm_pd.core import messages as m
 from vllm_pd.events import reach
-from vllm_pd.liveness import process
-from vllm_pd.liveness.monitor import LivenessMonitor
-from vllm_pd.liveness.rules import GRACE_S
+from vllm_pd.peer.liveness import process
+from vllm_pd.peer.liveness.monitor import LivenessMonitor
+from vllm_pd.peer.liveness.rules import GRACE_S
+from vllm_pd.protocol import messages as m
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 

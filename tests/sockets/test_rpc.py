@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.slow_write import is_open_at_each_write
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.codec import BadFrame, FrameFault
 from vllm_pd.rpc.sockets import SendResult

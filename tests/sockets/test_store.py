@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vllm_pd import store_settings
 from vllm_pd.errors import ConfigError
+from vllm_pd.settings import store as store_settings
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store import arena as arena_module
 from vllm_pd.store.arena import BlockArena
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
@@ -27,7 +28,6 @@ from vllm_pd.store.files import FOLDER, SHARE, FileTier
 from vllm_pd.store.slots import PutResult
 from vllm_pd.store.store import BlockStore
 from vllm_pd.store.view import StoreView
-from vllm_pd.store_settings import StoreSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 100_000  # bytes; not a whole number of pages

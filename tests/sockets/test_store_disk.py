@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store import files, loads, view
 from vllm_pd.store.blocks import HEADER_BYTES, BlockKey
 from vllm_pd.store.loads import BlockLoader
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.view import FileNames, StoreView
 from vllm_pd.store.worker import StoreWorker
-from vllm_pd.store_settings import StoreSettings
 
 MODEL = b"m" * 16
 BLOCK, BLOCKS = 50_000, 8

@@ -16,8 +16,8 @@ from tests.waiting import wait_for
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer import thread
 from vllm_pd.transfer.engine import EngineTransfer, RemoteEngineTransfer
-from vllm_pd.transfer.gather import RankTransfers
-from vllm_pd.transfer.packets import PacketSocket
+from vllm_pd.transfer.ranks.gather import RankTransfers
+from vllm_pd.transfer.ranks.packets import PacketSocket
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,

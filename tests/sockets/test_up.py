@@ -22,16 +22,15 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from vllm_pd.admin.client import fetch
-from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
 from vllm_pd.events.reach import of_rank
-from vllm_pd.installation import World
-from vllm_pd.launch import plan as launch_plan
-from vllm_pd.launch import printer as launch_printer
-from vllm_pd.launch import up as launch_up
-from vllm_pd.launch.child import Child
-from vllm_pd.launch.plan import (
+from vllm_pd.model.installation import World
+from vllm_pd.ops.client import fetch
+from vllm_pd.ops.launch import plan as launch_plan
+from vllm_pd.ops.launch import printer as launch_printer
+from vllm_pd.ops.launch import up as launch_up
+from vllm_pd.ops.launch.child import Child
+from vllm_pd.ops.launch.plan import (
     STARTING_AT_ONCE,
     FleetPlan,
     UpOptions,
@@ -41,20 +40,21 @@ from vllm_pd.launch.plan import (
     plan_fleet,
     starting_at_once,
 )
-from vllm_pd.launch.printer import LinePrinter
-from vllm_pd.launch.router_args import parse_router_args
-from vllm_pd.launch.serve_args import value_of
-from vllm_pd.launch.shares import split_evenly
-from vllm_pd.launch.up import Fleet, StartError, check_times
-from vllm_pd.ports import release, reserve, take_free_run
+from vllm_pd.ops.launch.printer import LinePrinter
+from vllm_pd.ops.launch.router_args import parse_router_args
+from vllm_pd.ops.launch.serve_args import value_of
+from vllm_pd.ops.launch.shares import split_evenly
+from vllm_pd.ops.launch.up import Fleet, StartError, check_times
+from vllm_pd.protocol.messages import Role
+from vllm_pd.rpc.ports import release, reserve, take_free_run
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, str(ROOT / "tests" / "fakes" / "fake_server.py")]
 PROGRAM = """
 import sys
 from pathlib import Path
-from vllm_pd.launch.plan import UpOptions, plan_fleet
-from vllm_pd.launch.up import Fleet
+from vllm_pd.ops.launch.plan import UpOptions, plan_fleet
+from vllm_pd.ops.launch.up import Fleet
 fake, model, port, state, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), eval(sys.argv[5])
 command = [sys.executable, fake]
 router = options.pop("router", False)
@@ -68,8 +68,8 @@ PLAN_EARLY = """
 import sys
 from pathlib import Path
 from vllm_pd.errors import ConfigError
-from vllm_pd.launch.plan import UpOptions, plan_fleet
-from vllm_pd.launch.up import Fleet
+from vllm_pd.ops.launch.plan import UpOptions, plan_fleet
+from vllm_pd.ops.launch.up import Fleet
 command = [sys.executable, sys.argv[1]]
 plan = plan_fleet(UpOptions("shares", port=int(sys.argv[3])), [], serve=[*command, "serve"],
                   broker=[*command, "broker"])
@@ -307,7 +307,7 @@ class TestPlan:
     def test_the_broker_never_gets_a_port_of_an_engine(self, monkeypatch):
         first = take_free_run("127.0.0.1", 3)
         offered = iter(range(first, first + 3))
-        monkeypatch.setattr("vllm_pd.launch.plan.take_free", lambda host: next(offered))
+        monkeypatch.setattr("vllm_pd.ops.launch.plan.take_free", lambda host: next(offered))
         assert plan(port=first).broker_port == first + 2
 
     def test_settings_are_json_where_they_can_be(self):

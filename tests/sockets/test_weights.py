@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from vllm_pd import weights
-from vllm_pd.fingerprint import weights_state
+from vllm_pd.model import weights
+from vllm_pd.model.fingerprint import weights_state
+from vllm_pd.model.weights import OPAQUE_EVERY_BYTES, PIECE_BYTES, Stretch, digest_weights, weight_files
 from vllm_pd.store.worker import model_of
-from vllm_pd.weights import OPAQUE_EVERY_BYTES, PIECE_BYTES, Stretch, digest_weights, weight_files
 
 LAYERS = 6
 SHAPES = {"embed": (1000, 64)} | {f"layers.{n}.{name}": shape for n in range(LAYERS)

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 import torch
 
 from vllm_pd.transfer.layout import describe
-from vllm_pd.transfer.nixl import NixlTransport
-from vllm_pd.transfer.torch_link import LinkLimits
-from vllm_pd.transfer.torch_transport import TorchTransport
+from vllm_pd.transfer.nixl.transport import NixlTransport
+from vllm_pd.transfer.torch.link import LinkLimits
+from vllm_pd.transfer.torch.transport import TorchTransport
 from vllm_pd.transfer.worker import TransferWorker
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE = 16, 3, 64

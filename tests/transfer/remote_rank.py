@@ -17,14 +17,14 @@ import torch
 
 from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
-from vllm_pd.transfer.gather import RankTransfers
 from vllm_pd.transfer.layout import describe_views
-from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.nixl.transport import NixlTransport
 from vllm_pd.transfer.plan import head_range
-from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
-from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.ranks.gather import RankTransfers
+from vllm_pd.transfer.ranks.process import AttachRank, RankServer, connect_ranks
+from vllm_pd.transfer.ranks.split import layer_range
+from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.requests import AddTransferPeer, TransferProgress
-from vllm_pd.transfer.split import layer_range
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker

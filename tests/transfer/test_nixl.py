@@ -10,7 +10,7 @@ from nixl_receiver import receiver
 from writes import connect, finish, send
 
 from tests.forked import freeze
-from vllm_pd.transfer.nixl import MEET_S
+from vllm_pd.transfer.nixl.transport import MEET_S
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, DropTransferPeer, Write
 
 

@@ -9,11 +9,11 @@ import torch
 from tests.verdict import same_bytes
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import describe
-from vllm_pd.transfer.nixl import NixlTransport
+from vllm_pd.transfer.nixl.transport import NixlTransport
 from vllm_pd.transfer.plan import head_range
-from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.requests import Finished, Notice
-from vllm_pd.transfer.torch_transport import TorchTransport
+from vllm_pd.transfer.torch.transport import TorchTransport
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 
 BLOCKS, BLOCK_SIZE, HEAD_SIZE, KV_HEADS, LAYERS = 12, 16, 32, 4, 2

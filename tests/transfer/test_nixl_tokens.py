@@ -12,8 +12,8 @@ from writes import connect, finish, send
 
 from tests.verdict import same_bytes
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer import nixl
-from vllm_pd.transfer.agent import NixlAgent
+from vllm_pd.transfer.nixl import transport as nixl
+from vllm_pd.transfer.nixl.agent import NixlAgent
 from vllm_pd.transfer.requests import CancelTransfer, DropTransferPeer, Read
 
 LOCAL, REMOTE = [9, 3, 4, 0, 20, 39], [8, 7, 2, 49, 30, 11]

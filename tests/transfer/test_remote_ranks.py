@@ -18,11 +18,11 @@ from remote_rank import BLOCKS, LAYERS, WAIT_S, Heads, RemoteEngine, RemoteRank,
 
 from tests.verdict import same_bytes
 from vllm_pd.errors import ControlError
-from vllm_pd.transfer.packets import LAST, MORE, PACKET_BYTES
 from vllm_pd.transfer.plan import head_range
-from vllm_pd.transfer.rank import AttachRank, RankReady, connect_ranks
+from vllm_pd.transfer.ranks.packets import LAST, MORE, PACKET_BYTES
+from vllm_pd.transfer.ranks.process import AttachRank, RankReady, connect_ranks
+from vllm_pd.transfer.ranks.split import layer_range
 from vllm_pd.transfer.requests import CancelTransfer, DropTransferPeer, Read, Write
-from vllm_pd.transfer.split import layer_range
 
 OURS, THEIRS = [3, 4, 9, 0], [7, 8, 2, 11]
 
@@ -370,7 +370,7 @@ def test_b80_a_rank_that_cannot_be_attached_is_named():
 
 
 def test_b80_a_rank_that_does_not_answer_or_cannot_is_named(monkeypatch):
-    from vllm_pd.transfer.gather import RankListener
+    from vllm_pd.transfer.ranks.gather import RankListener
     listener = RankListener()
     try:
         with pytest.raises(ControlError, match="rank 0: no answer in time"):
@@ -382,7 +382,7 @@ def test_b80_a_rank_that_does_not_answer_or_cannot_is_named(monkeypatch):
 def test_b80_why_a_rank_has_no_transport_is_said():
     """In this process: V1 has it so with one rank on a GPU. The end of the connection then ends no process."""
     from vllm_pd.errors import TransferError
-    from vllm_pd.transfer.rank import RankServer
+    from vllm_pd.transfer.ranks.process import RankServer
 
     def make(order: AttachRank):
         raise TransferError(f"no memory for {order.incarnation}")
@@ -395,7 +395,7 @@ def test_b80_why_a_rank_has_no_transport_is_said():
 
 
 def test_b20_a_rank_that_nobody_attached_to_is_closed():
-    from vllm_pd.transfer.rank import RankServer
+    from vllm_pd.transfer.ranks.process import RankServer
     server = RankServer(lambda order: None, {os.getpid()})
     server.close()
     with pytest.raises(ControlError, match="rank 0"):

@@ -24,8 +24,8 @@ from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
-from vllm_pd.transfer.torch_blocks import _PIECE_WORDS, BlockCopier
-from vllm_pd.transfer.torch_link import (
+from vllm_pd.transfer.torch.blocks import _PIECE_WORDS, BlockCopier
+from vllm_pd.transfer.torch.link import (
     DEFAULT_LIMITS,
     JOIN_BYTES,
     MAX_UNPROVED_BYTES,
@@ -34,9 +34,9 @@ from vllm_pd.transfer.torch_link import (
     Joined,
     prove,
 )
-from vllm_pd.transfer.torch_receiver import MAX_CONNECTIONS, Grants
-from vllm_pd.transfer.torch_sender import TorchAddress
-from vllm_pd.transfer.torch_transport import TorchTransport
+from vllm_pd.transfer.torch.receiver import MAX_CONNECTIONS, Grants
+from vllm_pd.transfer.torch.sender import TorchAddress
+from vllm_pd.transfer.torch.transport import TorchTransport
 from vllm_pd.transfer.transport import PeerMetadata
 
 STALL_S = 3.0  # in the tests of stopped processes; a busy machine stops a process for 1 s
@@ -312,7 +312,7 @@ def test_b29_a_rank_that_can_accept_nothing_says_so_once_until_it_can(rank, capl
 
 
 def test_b29_a_sender_beyond_the_bound_learns_it(rank, monkeypatch, caplog):
-    monkeypatch.setattr("vllm_pd.transfer.torch_receiver.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("vllm_pd.transfer.torch.receiver.MAX_CONNECTIONS", 1)
     first, second, d = rank("p-first"), rank("p-second"), rank("d-full")
     for p, key in ((first, "k"), (second, "l"), (second, "m"), (first, "n")):
         p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])

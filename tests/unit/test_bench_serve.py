@@ -21,10 +21,10 @@ from vllm_pd.bench.serve.fleets import entry_points
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad, TracedPrompt, parse_load, parse_numbers
 from vllm_pd.bench.serve.traffic import LoadPoint, PromptKind, points, trace_prompts, warm_up
 from vllm_pd.bench.serve.words import prose, tokens_of
-from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
-from vllm_pd.launch.plan import gpu_places
-from vllm_pd.launch.state import UpState
+from vllm_pd.ops.launch.plan import gpu_places
+from vllm_pd.ops.launch.state import UpState
+from vllm_pd.protocol.messages import Role
 
 LIMITS = SloLimits(ttft_ms=500, itl_ms=200)
 POINT = LoadPoint(2, "streams", 10.0, list)
@@ -294,7 +294,7 @@ def plan(monkeypatch, name: str, **changes):
     for module in ("arms.require_free", "arms.take_free_run", "arms.take_free"):
         monkeypatch.setattr(f"vllm_pd.bench.serve.{module}", lambda *_: 9000)
     for name_of in ("require_free", "take_free"):
-        monkeypatch.setattr(f"vllm_pd.launch.plan.{name_of}", lambda *_: 9100)
+        monkeypatch.setattr(f"vllm_pd.ops.launch.plan.{name_of}", lambda *_: 9100)
     [arm] = parse_arms([name])
     return plan_arm(arm, fleet(**changes))
 

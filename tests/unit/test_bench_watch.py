@@ -4,7 +4,7 @@ import pytest
 
 from vllm_pd.bench.serve import report
 from vllm_pd.bench.serve.watch import EngineReading, handover_figures, needed
-from vllm_pd.core.messages import Role
+from vllm_pd.protocol.messages import Role
 
 PAGE = """# HELP vllm:pd_transfer_bytes_total KV bytes of completed hand-overs.
 # TYPE vllm:pd_transfer_bytes_total counter

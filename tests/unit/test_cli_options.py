@@ -15,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from vllm_pd.cli import app
-from vllm_pd.options import Option, option_hint, takes_settings
+from vllm_pd.settings.options import Option, option_hint, takes_settings
 
 KNOWN = Path(__file__).with_name("cli_options.txt")
 

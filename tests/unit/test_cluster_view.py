@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_pd.control.cluster import SILENT_HEARTBEATS, ClusterView
-from vllm_pd.core import messages as m
+from vllm_pd.peer.cluster import SILENT_HEARTBEATS, ClusterView
+from vllm_pd.protocol import messages as m
 
 MEMBER = m.Member("d", m.Role.DECODE, "", m.Fingerprint(1, "", "", "", 1, 1, 1, 1, ""))
 

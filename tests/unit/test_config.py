@@ -10,14 +10,14 @@ import certifi
 import nkeys
 import pytest
 
-from vllm_pd.config import KV_ROLES, PDConfig
-from vllm_pd.core.messages import Role
-from vllm_pd.core.policy import PolicyConfig
+from vllm_pd.decisions.policy import PolicyConfig
 from vllm_pd.errors import ConfigError
-from vllm_pd.launch.plan import parse_setting
+from vllm_pd.ops.launch.plan import parse_setting
+from vllm_pd.protocol.messages import Role
 from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.store_settings import StoreSettings
+from vllm_pd.settings.engine import KV_ROLES, PDConfig
+from vllm_pd.settings.store import StoreSettings
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -4,8 +4,8 @@
 import msgspec
 import pytest
 
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import (
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
     AttemptEnd,
     Fallback,
     FallbackReason,
@@ -15,7 +15,7 @@ from vllm_pd.core.actions import (
     ToBroker,
     ToPrefill,
 )
-from vllm_pd.core.decode import AttemptState, DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.decode import AttemptState, DecodeLimits, DecodeProtocol
 
 BLOCK = 16
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")

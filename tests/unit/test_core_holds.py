@@ -6,10 +6,9 @@ import itertools
 import msgspec
 import pytest
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.protocol import MessageSource, PeerProtocol
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import (
+from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
     AddPeer,
     Cancelled,
     DropPeer,
@@ -24,10 +23,11 @@ from vllm_pd.core.actions import (
     ToDecode,
     ToPrefill,
 )
-from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
-from vllm_pd.core.hashes import token_digest
-from vllm_pd.core.holds import HoldLimits, Holds, asks_for_hold, hold_params, named_hold
-from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.holds import HoldLimits, Holds, asks_for_hold, hold_params, named_hold
+from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.settings.engine import PDConfig
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 P = m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:1", FINGERPRINT)

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
-from vllm_pd.core.prefill import JobState, PrefillLimits, PrefillProtocol
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
+from vllm_pd.protocol.prefill import JobState, PrefillLimits, PrefillProtocol
 
 BLOCK = 16
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.progress import Progress
+from vllm_pd.protocol.messages import Attempt
 from vllm_pd.transfer.device import (
     FLUSH_WRITES_OPTIONS,
     OPTION_HOST,

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd.core.expected import Here, There, _others_s, expect
-from vllm_pd.core.job_order import JobOrder
-from vllm_pd.core.policy import PolicyConfig, PolicyInput, Reason, decide
+from vllm_pd.decisions.expected import Here, There, _others_s, expect
+from vllm_pd.decisions.job_order import JobOrder
+from vllm_pd.decisions.policy import PolicyConfig, PolicyInput, Reason, decide
 
 HERE = Here(tokens_before=0, tokens_per_s=1000.0, step_s=0.0, decodes=0, batch_tokens=512)
 THERE = There(queued_tokens=0, busy=((0, 1000.0), ), transfer_s=0.0, overhead_s=0.0)

@@ -15,11 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.degraded import Cause
-from vllm_pd.control.protocol import MessageSource, PeerProtocol
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import (
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.errors import TransferError
+from vllm_pd.handover.engine import HandoverEngine, close_engine
+from vllm_pd.handover.metrics import PDMetrics
+from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
+from vllm_pd.handover.progress import Progress
+from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
     DropPeer,
     Fallback,
     FallbackReason,
@@ -30,20 +35,16 @@ from vllm_pd.core.actions import (
     ToBroker,
     ToDecode,
 )
-from vllm_pd.core.hashes import token_digest
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.prefill import PrefillLimits
-from vllm_pd.errors import TransferError
-from vllm_pd.handover.engine import HandoverEngine, close_engine
-from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
-from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
-from vllm_pd.transfer import kept, nixl
-from vllm_pd.transfer.agent import TransferState
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.prefill import PrefillLimits
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice
-from vllm_pd.transfer.gather import GatheredEnds
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.nixl import kept
+from vllm_pd.transfer.nixl import transport as nixl
+from vllm_pd.transfer.nixl.agent import TransferState
+from vllm_pd.transfer.ranks.gather import GatheredEnds
+from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,

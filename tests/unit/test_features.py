@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_pd.core.messages import MAX_ID_CHARS
+from vllm_pd.protocol.messages import MAX_ID_CHARS
 from vllm_pd.v0.features import can_go_remote
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from vllm_pd.bench.serve import choices
 from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, plan_arm
-from vllm_pd.launch.plan import STARTING_AT_ONCE, starting_at_once
+from vllm_pd.ops.launch.plan import STARTING_AT_ONCE, starting_at_once
 
 PASSED, FAILED, SKIPPED, TIMED_OUT = (PartResult(one) for one in (
     PartOutcome.PASSED, PartOutcome.FAILED, PartOutcome.SKIPPED, PartOutcome.TIMED_OUT))
@@ -169,7 +169,7 @@ def no_ports(monkeypatch):
     for name in ("bench.serve.arms.require_free", "bench.serve.arms.take_free_run", "bench.serve.arms.take_free"):
         monkeypatch.setattr(f"vllm_pd.{name}", lambda *_: 9000)
     for name in ("require_free", "take_free"):
-        monkeypatch.setattr(f"vllm_pd.launch.plan.{name}", lambda *_: 9100)
+        monkeypatch.setattr(f"vllm_pd.ops.launch.plan.{name}", lambda *_: 9100)
 
 
 @pytest.mark.usefixtures("no_ports")

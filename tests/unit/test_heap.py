@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from vllm_pd.heap import freeze_heap
+from vllm_pd.transfer.heap import freeze_heap
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ from importlib import metadata
 
 import pytest
 
-from vllm_pd import installation
 from vllm_pd.errors import ConfigError
-from vllm_pd.installation import World
+from vllm_pd.model import installation
+from vllm_pd.model.installation import World
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from vllm_pd.broker.choice import MAX_OFFERS, JobTaker, choose
 from vllm_pd.broker.preference import PrefillPreference
 from vllm_pd.broker.prompts import BLOCK_TOKENS, MAX_BLOCKS, PromptMemory, block_names
 from vllm_pd.broker.registry import QueueLimits, Registry
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec
 
 BLOCK = 16

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pd.core.job_order import (
+from vllm_pd.decisions.job_order import (
     MIN_STEP_TOKENS,
     BegunJob,
     Turn,
@@ -13,7 +13,7 @@ from vllm_pd.core.job_order import (
     step_tokens,
     tokens_of_each,
 )
-from vllm_pd.core.prefix import START_TOKENS_PER_S
+from vllm_pd.decisions.prefix import START_TOKENS_PER_S
 
 SPEEDS = st.floats(0, 1e9)
 TIMES = st.floats(0, 1e6)

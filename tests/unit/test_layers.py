@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.layers import CACHE_DTYPES, check_layers
+from vllm_pd.model.layers import CACHE_DTYPES, check_layers
 
 
 def configured(cache_dtype: str = "auto", **keys) -> SimpleNamespace:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pd.core.expected import expect
-from vllm_pd.core.measured import (
+from vllm_pd.decisions.expected import expect
+from vllm_pd.decisions.measured import (
     HALF_LIFE_S,
     LAST_PROMPTS,
     START_MOVED_PER_S,

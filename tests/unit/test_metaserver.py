@@ -7,12 +7,13 @@ import msgspec
 import pytest
 
 from tests.unit.test_peer_protocol import CONFIG, FINGERPRINT, US, Clock, events, from_broker
-from vllm_pd.control.direct_jobs import NOT_CLAIMED, DirectJobs
-from vllm_pd.control.posted_jobs import ANSWER_S
-from vllm_pd.control.protocol import MessageSource, PeerProtocol
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost, ToBroker
-from vllm_pd.core.metaserver import (
+from vllm_pd.frontend.metaserver import without_metaserver
+from vllm_pd.peer.direct_jobs import NOT_CLAIMED, DirectJobs
+from vllm_pd.peer.posted_jobs import ANSWER_S
+from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost, ToBroker
+from vllm_pd.protocol.metaserver import (
     carried_job,
     external_id,
     is_posted,
@@ -21,8 +22,7 @@ from vllm_pd.core.metaserver import (
     posted_name,
     request_of,
 )
-from vllm_pd.core.prefill import JobState
-from vllm_pd.frontend.metaserver import without_metaserver
+from vllm_pd.protocol.prefill import JobState
 
 URL = "http://127.0.0.1:9000/v1/metaserver"
 SECRET = "0123456789abcdef" * 2

@@ -3,8 +3,8 @@
 
 import prometheus_client
 
-from vllm_pd.admin.scrape import parse
-from vllm_pd.metrics import OUTCOMES, STAGES, PDMetrics
+from vllm_pd.handover.metrics import OUTCOMES, STAGES, PDMetrics
+from vllm_pd.ops.scrape import parse
 
 
 def exposed() -> dict:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a peer's job waits for what this engine has parked."""
-from vllm_pd.core.messages import Attempt
-from vllm_pd.core.mutual import BLOCKED_S, JobPatience
+from vllm_pd.decisions.mutual import BLOCKED_S, JobPatience
+from vllm_pd.protocol.messages import Attempt
 
 ONE, TWO = (Attempt("decode-incarnation", "request", number) for number in range(2))
 

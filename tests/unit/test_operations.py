@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from vllm_pd import metrics
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.degraded import Cause
-from vllm_pd.core.actions import AttemptEnd, FallbackReason
-from vllm_pd.core.messages import PROTOCOL, DenyReason, Fingerprint, Role
-from vllm_pd.core.policy import Reason
+from vllm_pd.decisions.policy import Reason
 from vllm_pd.events.metrics import EventFamilies
-from vllm_pd.liveness.process import local_member
+from vllm_pd.handover import metrics
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.protocol.actions import AttemptEnd, FallbackReason
+from vllm_pd.protocol.messages import PROTOCOL, DenyReason, Fingerprint, Role
 from vllm_pd.rpc.codec import FrameFault
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.store.metrics import BLOCK_EVENTS, LOAD_OUTCOMES, StoreFamilies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,10 +74,10 @@ def test_every_label_is_described(words):
 
 def test_every_drop_is_described():
     """Each kind of a message that changed nothing."""
-    kinds = (dropped("vllm_pd/core/decode.py", "decode") | dropped("vllm_pd/core/prefill.py", "prefill")
-             | dropped("vllm_pd/core/peering.py", "prefill") | dropped("vllm_pd/core/hold_reads.py", "decode")
-             | dropped("vllm_pd/core/holds.py", "prefill")
-             | dropped("vllm_pd/control/thread.py", "link", "counters")
+    kinds = (dropped("vllm_pd/protocol/decode.py", "decode") | dropped("vllm_pd/protocol/prefill.py", "prefill")
+             | dropped("vllm_pd/protocol/peering.py", "prefill") | dropped("vllm_pd/protocol/hold_reads.py", "decode")
+             | dropped("vllm_pd/protocol/holds.py", "prefill")
+             | dropped("vllm_pd/peer/thread.py", "link", "counters")
              | {f"link_frame_{fault.value}" for fault in FrameFault}
              | {f"decode_claim_{reason.value}" for reason in DenyReason if reason is not DenyReason.TOKENS}
              | {f"prefill_hold_{reason}" for reason in ("unknown", "taken", "tokens")})

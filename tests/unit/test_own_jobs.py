@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pd.control.own_jobs import PERIODS, QUEUED, START_JOB_TOKENS, OwnJobs
-from vllm_pd.core.messages import PrefillLoad
+from vllm_pd.peer.own_jobs import PERIODS, QUEUED, START_JOB_TOKENS, OwnJobs
+from vllm_pd.protocol.messages import PrefillLoad
 
 
 def load(name="p", tokens=0, rate=100.0):

@@ -2,7 +2,7 @@
 """How fast fallbacks are let in while others run."""
 import pytest
 
-from vllm_pd.core.pace import FallbackPace
+from vllm_pd.decisions.pace import FallbackPace
 
 
 def test_the_others_get_their_share():

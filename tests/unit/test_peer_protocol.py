@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.credits import JobCredits
-from vllm_pd.control.degraded import Cause, Degraded, DegradedLog
-from vllm_pd.control.own_jobs import PERIODS, PrefillLoads
-from vllm_pd.control.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Fallback, FallbackReason, HoldEnded, Prefill, ToBroker, ToDecode
+from vllm_pd.peer.credits import JobCredits
+from vllm_pd.peer.degraded import Cause, Degraded, DegradedLog
+from vllm_pd.peer.own_jobs import PERIODS, PrefillLoads
+from vllm_pd.peer.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Fallback, FallbackReason, HoldEnded, Prefill, ToBroker, ToDecode
+from vllm_pd.settings.engine import PDConfig
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 US = m.Member("us", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT)

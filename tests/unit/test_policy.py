@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from vllm_pd.core.expected import Here, There, expect
-from vllm_pd.core.policy import (
+from vllm_pd.decisions.expected import Here, There, expect
+from vllm_pd.decisions.policy import (
     AskedPlace,
     Decision,
     PolicyConfig,

@@ -3,8 +3,8 @@
 
 import pytest
 
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.prefix import MIN_BYTES, PrefixCost, PrefixReads
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.decisions.prefix import MIN_BYTES, PrefixCost, PrefixReads
 
 TOKEN_BYTES = 46_080  # of a model of 135 million parameters, in float32
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_pd.core.actions import Prefill
-from vllm_pd.core.job_order import JobOrder, may_begin
-from vllm_pd.core.messages import Attempt
+from vllm_pd.decisions.job_order import JobOrder, may_begin
 from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
 from vllm_pd.handover.progress import Progress
+from vllm_pd.protocol.actions import Prefill
+from vllm_pd.protocol.messages import Attempt
 
 STEP = 1000  # tokens
 

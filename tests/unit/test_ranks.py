@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from tests.fakes.transport import FakeFabric, FakeTransport, Faults
-from vllm_pd.core import messages as m
 from vllm_pd.errors import TransferError, UnmappableSplit
+from vllm_pd.protocol import messages as m
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
 from vllm_pd.transfer.plan import head_range, heads_to_write
-from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.ranks.split import layer_range
+from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.requests import AddTransferPeer, Finished, Write
 from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
-from vllm_pd.transfer.split import layer_range
 from vllm_pd.transfer.transport import RanksMetadata, Transport, rank_name
 from vllm_pd.transfer.worker import TransferWorker
 

@@ -2,7 +2,7 @@
 """B92: how the names that the V1 binding stands on are looked for in a source."""
 import pytest
 
-from vllm_pd.source_names import Required, missing_names
+from vllm_pd.model.source_names import Required, missing_names
 from vllm_pd.v1.required import REQUIRED
 
 SOURCE = """

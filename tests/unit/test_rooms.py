@@ -48,19 +48,19 @@ def rooms() -> dict[str, set[str]]:
 
 def test_rooms_import_each_other_in_one_direction():
     graph = rooms()
-    assert {"errors", "core"} <= graph["control"] and "frontend" in graph["hooks"], "the graph is not seen"
+    assert {"errors", "protocol"} <= graph["peer"] and "frontend" in graph["v0"], "the graph is not seen"
     assert list(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_an_import_back_is_seen():
-    graph = {**rooms(), "errors": {"hooks"}}
+    graph = {**rooms(), "errors": {"cli"}}
     with pytest.raises(graphlib.CycleError):
         list(graphlib.TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize("name", ["core", "rpc", "errors"])
+@pytest.mark.parametrize("name", ["protocol", "rpc", "errors"])
 def test_what_lies_lowest_imports_little(name):
-    assert rooms()[name] <= {"core", "errors"}
+    assert rooms()[name] <= {"protocol", "errors"}
 
 
 def test_every_logger_is_below_vllm_pd_of_vllm():

@@ -18,8 +18,8 @@ from vllm_pd.bench.share.records import TraceRecord, read_records
 from vllm_pd.bench.share.requests import Skip, TraceRequest, requests_of
 from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.trace import TraceConfig, make
-from vllm_pd.core.hashes import pack_tokens
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol.hashes import pack_tokens
 from vllm_pd.router.tokenizer import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from vllm_pd.bench.share.caches import MAX_IMBALANCE, FleetHits, Routing, replay
 from vllm_pd.bench.share.tree import PromptTree
 from vllm_pd.bench.simulation.oracle import most_hits
 from vllm_pd.bench.simulation.uses import BlockNames, BlockUses
-from vllm_pd.core.hashes import pack_tokens
+from vllm_pd.protocol.hashes import pack_tokens
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple), max_size=12)
 # (prompt, answer), of letters that are a block each

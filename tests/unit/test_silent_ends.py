@@ -7,12 +7,21 @@ import statistics
 import pytest
 
 from vllm_pd.broker.registry import QueueLimits, Registry
-from vllm_pd.config import PDConfig
-from vllm_pd.control.protocol import MessageSource, PeerProtocol
-from vllm_pd.control.step_watch import HUNG_S, StepWatch
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Cancelled, Fallback, FallbackReason, Prefill, Prefilled, ToBroker, ToDecode, ToPrefill
-from vllm_pd.core.decode import DecodeLimits
+from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.step_watch import HUNG_S, StepWatch
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
+    Cancelled,
+    Fallback,
+    FallbackReason,
+    Prefill,
+    Prefilled,
+    ToBroker,
+    ToDecode,
+    ToPrefill,
+)
+from vllm_pd.protocol.decode import DecodeLimits
+from vllm_pd.settings.engine import PDConfig
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 TICK_S = 0.1

@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from typer.testing import CliRunner
 
-from vllm_pd.admin.split import STAGES_REFUSED, SplitOptions, report
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, UnmappableSplit
+from vllm_pd.ops.split import STAGES_REFUSED, SplitOptions, report
 from vllm_pd.transfer.plan import head_range
-from vllm_pd.transfer.split import (
+from vllm_pd.transfer.ranks.split import (
     ParallelSplit,
     RankShare,
     Sending,

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.settings.store import KEYS, StoreSettings
 from vllm_pd.store.arena import PAGE, ArenaShape
 from vllm_pd.store.blocks import AHEAD_NS, HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
 from vllm_pd.store.files import StoredFile, choose_removals
 from vllm_pd.store.plan import StorePlan
 from vllm_pd.store.slots import WAYS, SetGeometry
 from vllm_pd.store.steps import WholeSteps
-from vllm_pd.store_settings import KEYS, StoreSettings
 
 KEY = BlockKey(b"m" * 16, bytes(range(32)))
 HEADER = BlockHeader(KEY, 4711, 1 << 63)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.agent import NixlAgent
+from vllm_pd.transfer.nixl.agent import NixlAgent
 
 
 class Library:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,

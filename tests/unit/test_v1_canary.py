@@ -7,7 +7,7 @@ import tarfile
 import pytest
 import v1_canary
 
-from vllm_pd.source_names import Required
+from vllm_pd.model.source_names import Required
 
 SOURCES = {"vllm/engine/core.py": "class Core:\n    def add(self, request): ...\n"}
 

@@ -2,7 +2,7 @@
 """B100: the writes of one attempt, some blocks after each step, one at a time, the notice with the last."""
 import pytest
 
-from vllm_pd.core.writes import AttemptWrites, BlockWrite
+from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import pytest
 
 from tests.fakes.simulated_engine import BLOCK_SIZE
 from tests.upstream.test_fallbacks import PROMPT, Decoder, lost
-from vllm_pd.core.actions import Prefilled, Released
-from vllm_pd.core.messages import Timings
+from vllm_pd.protocol.actions import Prefilled, Released
+from vllm_pd.protocol.messages import Timings
 
 SHORT = PROMPT[:BLOCK_SIZE + 1]  # under the threshold
 

@@ -5,8 +5,8 @@ import pytest
 from tests.fakes.simulated_engine import BLOCK_SIZE
 from tests.upstream.test_fallbacks import PROMPT, Decoder
 from tests.upstream.test_mutual_waits import Ring, tokens
-from vllm_pd.control.own_jobs import PrefillLoads
-from vllm_pd.core import measured
+from vllm_pd.decisions import measured
+from vllm_pd.peer.own_jobs import PrefillLoads
 
 FAST, SLOW = 1e6, 1.0  # tokens per second of a peer
 

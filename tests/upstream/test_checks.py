@@ -15,12 +15,13 @@ from vllm.executor.executor_base import ExecutorBase
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
-from vllm_pd import checks, hooks
-from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
+from vllm_pd.model import checks
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.layout import Layout
 from vllm_pd.v0 import checks as v0_checks
+from vllm_pd.v0 import hooks
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 

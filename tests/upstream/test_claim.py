@@ -15,12 +15,11 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms.cpu import CpuPlatform
 from vllm.utils import FlexibleArgumentParser
 
-from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
 from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware
-from vllm_pd.v0 import SETTINGS_KEY
+from vllm_pd.v0 import SETTINGS_KEY, hooks
 from vllm_pd.v0.selection import V0Selection
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}

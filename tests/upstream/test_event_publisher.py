@@ -25,9 +25,9 @@ from tests.waiting import becomes
 from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
-from vllm_pd.events.subscriber import Subscriber
-from vllm_pd.ports import take_free
+from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
+from vllm_pd.rpc.ports import take_free
 from vllm_pd.v0.events import _publish_to, bind_sink, load_reader
 
 EXAMPLE = "examples/online_serving/kv_events_subscriber.py"

@@ -9,12 +9,12 @@ import pytest
 from vllm.config import KVEventsConfig, ParallelConfig
 
 from tests.fakes.simulated_engine import SimulatedEngine
-from vllm_pd import hooks
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice
 from vllm_pd.frontend.routes import RoutesMiddleware, events_route
-from vllm_pd.ports import is_free, take_free
+from vllm_pd.rpc.ports import is_free, take_free
 from vllm_pd.v0 import events as binding
+from vllm_pd.v0 import hooks
 
 
 class FakeLLMEngine:

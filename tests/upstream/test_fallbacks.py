@@ -9,14 +9,14 @@ import pytest
 from vllm.core.scheduler import Scheduler
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, SimulatedEngine
-from vllm_pd.config import PDConfig
-from vllm_pd.control.cluster import QueueView
-from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.handover import decode
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.peer.cluster import QueueView
+from vllm_pd.protocol.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
+from vllm_pd.protocol.messages import Attempt, Timings
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.decode import RemotePrefills
 
 PROMPT = list(range(100, 100 + 3 * BLOCK_SIZE))

@@ -11,7 +11,7 @@ from vllm.config import LoadConfig, LoadFormat, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.fingerprint import model_digest, pin_weights
+from vllm_pd.model.fingerprint import model_digest, pin_weights
 from vllm_pd.v0.fingerprint import fingerprint
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import vllm_pd.v0.engine
 from tests.fakes.simulated_engine import BLOCK_SIZE, RemoteWork, SimulatedEngine
-from vllm_pd.control.cluster import QueueView
-from vllm_pd.core.actions import (
+from vllm_pd.peer.cluster import QueueView
+from vllm_pd.protocol.actions import (
     AttemptEnd,
     Cancelled,
     Event,
@@ -27,7 +27,7 @@ from vllm_pd.core.actions import (
     Prefilled,
     Released,
 )
-from vllm_pd.core.messages import Attempt, Role, Timings
+from vllm_pd.protocol.messages import Attempt, Role, Timings
 from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.requests import Finished, TransferProgress, Write
 from vllm_pd.v0.engine import Disaggregation
@@ -475,7 +475,7 @@ def with_a_write_that_hangs(monkeypatch) -> Node:
     monkeypatch.setattr(ring, "find", lambda name: peer)
     monkeypatch.setattr(ring, "write", lambda source, write: None)
     monkeypatch.setattr(time, "monotonic", CLOCK)
-    monkeypatch.setattr("vllm_pd.core.mutual.BLOCKED_S", 2.0)
+    monkeypatch.setattr("vllm_pd.decisions.mutual.BLOCKED_S", 2.0)
     parked(node, "stays")
     node.events.append(job(1, 2))
     assert node.step() == [f"pd-{job(1, 2).attempt}"]

@@ -10,8 +10,8 @@ from vllm_pd.bench.simulation import hits, prefill_hits
 from vllm_pd.bench.simulation.prefills import PrefillFleet, SimFleet
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig
 from vllm_pd.bench.simulation.workers import SimSpeed, SimWorker
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol import messages as m
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 
 BLOCK = 16

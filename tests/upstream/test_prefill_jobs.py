@@ -11,13 +11,13 @@ import torch
 from vllm.sequence import SequenceStatus
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
-from vllm_pd.config import PDConfig
-from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Prefill
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Attempt
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import JobStage
 from vllm_pd.handover.progress import ArrivalNotice, Progress
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Prefill
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer import requests as transfer
 from vllm_pd.v0.prefill import PrefillJobs
 

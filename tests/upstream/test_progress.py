@@ -8,8 +8,8 @@ import pytest
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
 from tests.upstream.test_fallbacks import Decoder
-from vllm_pd.core.actions import Prefilled, Released
-from vllm_pd.core.messages import Timings
+from vllm_pd.protocol.actions import Prefilled, Released
+from vllm_pd.protocol.messages import Timings
 
 
 @pytest.mark.parametrize("chunk", [None, 64])

@@ -19,9 +19,9 @@ from tests.fakes.event_engine import BLOCK_SIZE, FakeEngine
 from vllm_pd.bench.simulation import hits
 from vllm_pd.bench.simulation.trace import Arrival, TraceConfig, make
 from vllm_pd.bench.simulation.workers import SimWorker
-from vllm_pd.events.followers import adapter_of
 from vllm_pd.events.messages import BlockStored
-from vllm_pd.events.subscriber import Subscriber
+from vllm_pd.router.events.followers import adapter_of
+from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 
 ENGINES = 3

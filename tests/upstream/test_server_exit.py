@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from vllm_pd.ports import take_free
+from vllm_pd.rpc.ports import take_free
 
 SERVER = """
 import asyncio, sys

@@ -2,7 +2,7 @@
 """B101: our rule for the layers of a stage is vLLM's."""
 from vllm.distributed.utils import get_pp_indices
 
-from vllm_pd.transfer.split import layer_range
+from vllm_pd.transfer.ranks.split import layer_range
 
 
 def test_b101_layers_go_to_stages_as_in_vllm():

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from vllm.platforms import current_platform
 
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.messages import PROTOCOL, Fingerprint, Role
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.liveness.process import local_member
-from vllm_pd.transfer import kept
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.liveness.process import local_member
+from vllm_pd.protocol.messages import PROTOCOL, Fingerprint, Role
+from vllm_pd.transfer.nixl import kept
 from vllm_pd.transfer.transport import rank_name
 from vllm_pd.v0 import engine as engine_module
 from vllm_pd.v0 import worker as worker_module

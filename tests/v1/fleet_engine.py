@@ -21,7 +21,7 @@ import vllm_pd.v1.binding
 import vllm_pd.v1.decode
 import vllm_pd.v1.prefill
 from tests.v1.simulated import Engine, FakeAccess, FakeTransfer, answer
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.transfer.requests import Notice, Read, Write
 
 MAX_NUM_SEQS = 6

@@ -27,14 +27,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.cluster import QueueView
-from vllm_pd.control.own_jobs import PrefillLoads
-from vllm_pd.core import actions, messages
-from vllm_pd.core.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
-from vllm_pd.core.messages import Attempt
-from vllm_pd.core.metaserver import request_of
 from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.peer.cluster import QueueView
+from vllm_pd.peer.own_jobs import PrefillLoads
+from vllm_pd.protocol import actions, messages
+from vllm_pd.protocol.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.metaserver import request_of
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
 from vllm_pd.v1.binding import EngineHandover

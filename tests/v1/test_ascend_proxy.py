@@ -15,10 +15,10 @@ from tests import asking
 from tests.fakes.ascend_proxy import AscendProxy
 from tests.v1.test_real_engines import prompts
 from tests.v1.test_real_metaserver import END_S, MODEL, SERVE_ARGS, START_S, TOKENS, at_rest, gauges, wait_for
-from vllm_pd.admin.scrape import scrape
-from vllm_pd.launch.plan import HOST, UpOptions, plan_fleet
-from vllm_pd.launch.up import Fleet
-from vllm_pd.ports import take_free_run
+from vllm_pd.ops.launch.plan import HOST, UpOptions, plan_fleet
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.rpc.ports import take_free_run
 
 SCRIPT = os.environ.get("VLLM_PD_ASCEND_PROXY", "")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1800),

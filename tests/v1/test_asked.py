@@ -5,8 +5,8 @@ from vllm.sampling_params import SamplingParams
 
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import PARKED, end, parked, prompt
-from vllm_pd.core.actions import Released
-from vllm_pd.core.metaserver import is_posted
+from vllm_pd.protocol.actions import Released
+from vllm_pd.protocol.metaserver import is_posted
 
 SHORT, LONG = prompt(BLOCK_SIZE + 1), prompt(6 * BLOCK_SIZE)
 THRESHOLD = 3 * BLOCK_SIZE

@@ -7,10 +7,10 @@ import pytest
 from tests.v1.fleet_engine import virtual_time
 from tests.v1.simulated import Engine
 from tests.v1.test_hazards import PARKED, prompt
-from vllm_pd.control.own_jobs import PrefillLoads
-from vllm_pd.core.actions import Prefilled, Released, Timed
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Timings
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.peer.own_jobs import PrefillLoads
+from vllm_pd.protocol.actions import Prefilled, Released, Timed
+from vllm_pd.protocol.messages import Timings
 
 STEP_S, TOKENS_PER_S = 0.02, 1000.0
 IDLE, FULL = 0, 10**9  # tokens that wait at the broker

@@ -13,8 +13,8 @@ from vllm.v1.request import Request
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_engine_access import Loop, park
 from tests.v1.test_hazards import PARKED, end, parked, prompt
-from vllm_pd.core.actions import Released
 from vllm_pd.handover.progress import ArrivalNotice
+from vllm_pd.protocol.actions import Released
 from vllm_pd.transfer.requests import Notice
 from vllm_pd.v1.features import can_go_remote
 

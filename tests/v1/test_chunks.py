@@ -7,9 +7,9 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine, is_of
 from tests.v1.test_hazards import prompt
-from vllm_pd.core import job_order
-from vllm_pd.core.actions import Cancelled
+from vllm_pd.decisions import job_order
 from vllm_pd.handover.progress import ArrivalNotice
+from vllm_pd.protocol.actions import Cancelled
 from vllm_pd.transfer.requests import CancelTransfer, Write
 
 CHUNK = 64  # tokens of a step: four blocks

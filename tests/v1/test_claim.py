@@ -14,21 +14,21 @@ from vllm.config.diffusion import DiffusionConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_pd import checks
-from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
-from vllm_pd.ports import take_free_run
-from vllm_pd.source_names import Required
-from vllm_pd.store.with_peers import PDConnectorWithStore
-from vllm_pd.store_checks import check_store
+from vllm_pd.model import checks
+from vllm_pd.model.source_names import Required
+from vllm_pd.model.store_checks import check_store
+from vllm_pd.rpc.ports import take_free_run
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1 import front, required
 from vllm_pd.v1.claim import SCHEDULER, check_config
 from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.plugin import register
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank, fronts_of_server, read_settings
+from vllm_pd.v1.store.with_peers import PDConnectorWithStore
 
 BROKER = {"broker": "tcp://127.0.0.1:5700"}
 STORED = {**BROKER, "store": {}}

@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from tests.v1.test_serve import END_S, MODEL, PD, SERVE_ARGS, START_S, prompt, request, status_of, wait_for
-from vllm_pd.admin.scrape import scrape
-from vllm_pd.launch.plan import HOST, UpOptions, plan_fleet
-from vllm_pd.launch.up import Fleet
-from vllm_pd.ports import take_free_run
+from vllm_pd.ops.launch.plan import HOST, UpOptions, plan_fleet
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.rpc.ports import take_free_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(2400)]
 RANKS = ("0", "1")

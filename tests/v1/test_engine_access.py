@@ -15,8 +15,8 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdown
 
 from tests.v1.simulated import Engine
 from tests.v1.test_hazards import prompt
-from vllm_pd.core.actions import Prefilled, Released
-from vllm_pd.core.messages import Timings
+from vllm_pd.protocol.actions import Prefilled, Released
+from vllm_pd.protocol.messages import Timings
 from vllm_pd.v1.engine_access import EngineAccess
 
 WAIT_S = 60.0

@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from tests.v1.reviewed_fields import CONFIGURATIONS, REQUESTS
-from vllm_pd.store_checks import STORE_FEATURES, STORE_LIMITS
+from vllm_pd.model.store_checks import STORE_FEATURES, STORE_LIMITS
 from vllm_pd.v1.claim import V1_FEATURES, V1_LIMITS
 
 LIST = "tests/v1/reviewed_fields.py"

@@ -5,8 +5,8 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from tests.v1.simulated import Engine
 from tests.v1.test_hazards import parked
-from vllm_pd.core.actions import Released
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.handover.metrics import PDMetrics
+from vllm_pd.protocol.actions import Released
 from vllm_pd.v1 import metrics
 from vllm_pd.v1.connector import PDConnector
 

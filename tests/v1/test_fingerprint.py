@@ -8,7 +8,7 @@ from vllm.config import VllmConfig
 from vllm.config.quantization import resolve_quantization_config
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_pd.fingerprint import model_digest
+from vllm_pd.model.fingerprint import model_digest
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 SPECS = [(None, {"linear": "fp8_per_tensor"}), (None, {"linear": "fp8_per_block"}), (None, {"linear": "mxfp8"}),

@@ -15,7 +15,7 @@ from simulation.kernel import Faults
 from simulation.storms import AUTO, BOTH, SPLIT, counted_decisions, storm
 
 from tests.v1.fleet_engine import V1FleetEngine, virtual_time
-from vllm_pd.core.policy import Reason
+from vllm_pd.decisions.policy import Reason
 
 SEEDS = int(os.environ.get("VLLM_PD_SEEDS", "480")) // 12
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.v1.simulated import Engine
-from vllm_pd.core.actions import Prefilled
-from vllm_pd.core.messages import Timings
+from vllm_pd.protocol.actions import Prefilled
+from vllm_pd.protocol.messages import Timings
 from vllm_pd.transfer.requests import CloseGrant, OpenGrant, Write
 
 PROMPT = list(range(1, 81))

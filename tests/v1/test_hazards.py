@@ -11,8 +11,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
 from tests.v1.simulated import BLOCK_SIZE, Engine, answer
-from vllm_pd.core.actions import Cancelled, FallbackReason, Prefilled, Released
-from vllm_pd.core.messages import Timings
+from vllm_pd.protocol.actions import Cancelled, FallbackReason, Prefilled, Released
+from vllm_pd.protocol.messages import Timings
 from vllm_pd.v1.binding import FENCES_S
 
 PARKED = RequestStatus.WAITING_FOR_REMOTE_KVS

@@ -15,8 +15,8 @@ from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import PARKED, prompt
 from tests.v1.test_holds import ASKS
 from tests.v1.test_job_order import STEP, engine_with, sizes
-from vllm_pd.core.actions import HoldEnd, HoldEnded, Released
-from vllm_pd.core.job_order import START_TOKENS_PER_S
+from vllm_pd.decisions.job_order import START_TOKENS_PER_S
+from vllm_pd.protocol.actions import HoldEnd, HoldEnded, Released
 from vllm_pd.v1.prefill import InternalRequests
 
 

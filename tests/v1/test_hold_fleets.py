@@ -16,11 +16,11 @@ from vllm.sampling_params import SamplingParams
 
 from tests.v1.fleet_engine import V1FleetEngine, virtual_time
 from tests.v1.test_holds import ASKS
-from vllm_pd.core.actions import HoldEnd
-from vllm_pd.core.decode import DecodeProtocol
-from vllm_pd.core.hold_reads import HoldReads, ReadState
-from vllm_pd.core.holds import Holds
-from vllm_pd.core.prefill import PrefillProtocol
+from vllm_pd.protocol.actions import HoldEnd
+from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.hold_reads import HoldReads, ReadState
+from vllm_pd.protocol.holds import Holds
+from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.transfer.requests import Read
 
 SEEDS = int(os.environ.get("VLLM_PD_SEEDS", "480")) // 12

@@ -10,7 +10,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, answer, contents
 from tests.v1.test_hazards import PARKED, end, prompt
-from vllm_pd.core.actions import (
+from vllm_pd.protocol.actions import (
     AttemptEnd,
     DropPeer,
     Fallback,
@@ -22,9 +22,9 @@ from vllm_pd.core.actions import (
     Released,
     StopRead,
 )
-from vllm_pd.core.hashes import token_digest
-from vllm_pd.core.holds import hold_params
-from vllm_pd.core.messages import Attempt, Timings
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.holds import hold_params
+from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, DropTransferPeer, Read
 
 HOLD = Attempt(PEER, "held", 5)

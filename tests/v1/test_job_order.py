@@ -9,8 +9,8 @@ from vllm.v1.request import RequestStatus
 from tests.v1 import simulated
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import prompt
-from vllm_pd.core.actions import Cancelled, Prefill
-from vllm_pd.core.messages import Attempt
+from vllm_pd.protocol.actions import Cancelled, Prefill
+from vllm_pd.protocol.messages import Attempt
 
 STEP = 64  # tokens: the least that a step of jobs has, whatever the speed
 
@@ -215,7 +215,7 @@ def test_the_speed_of_an_engine_is_measured_by_its_steps(engine):
 
 def test_b31_a_job_that_waits_for_its_turn_is_not_given_back(model_folder, in_flight, monkeypatch):
     """Only one that had its turn, and finds no room beside parked requests, is."""
-    monkeypatch.setattr("vllm_pd.core.mutual.BLOCKED_S", 0.0)
+    monkeypatch.setattr("vllm_pd.decisions.mutual.BLOCKED_S", 0.0)
     engine = engine_with(model_folder, in_flight, role="kv_both", prefill_overtaking=0)
     engine.add("a", prompt(100))
     engine.run()

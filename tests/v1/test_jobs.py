@@ -8,10 +8,10 @@ from vllm.v1.request import RequestStatus
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, WrongRead
 from tests.v1.test_hazards import prompt
 from tests.v1.test_load import reader
-from vllm_pd.core.actions import Cancelled, DropPeer, Prefill
-from vllm_pd.core.messages import Attempt
-from vllm_pd.core.prefix import PrefixReads
+from vllm_pd.decisions.prefix import PrefixReads
 from vllm_pd.errors import PDError
+from vllm_pd.protocol.actions import Cancelled, DropPeer, Prefill
+from vllm_pd.protocol.messages import Attempt
 from vllm_pd.transfer.requests import CancelTransfer, Read, Write
 
 

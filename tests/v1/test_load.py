@@ -10,12 +10,12 @@ from vllm.config import KVEventsConfig
 
 from tests.v1.simulated import OWN, Engine
 from tests.v1.test_hazards import parked, prompt
-from vllm_pd.config import PDConfig
-from vllm_pd.core.actions import Released
 from vllm_pd.events import notice
-from vllm_pd.events.followers import LoadFollower
 from vllm_pd.events.messages import EngineLoad
+from vllm_pd.protocol.actions import Released
+from vllm_pd.router.events.followers import LoadFollower
 from vllm_pd.rpc import sockets
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1 import events
 from vllm_pd.v1.settings import OWN_KEY, front_of_rank
 

@@ -17,8 +17,8 @@ from vllm.v1.engine.core import DPEngineCoreProc
 
 from tests.v1.test_engine_access import Loop, StubExecutor
 from tests.v1.test_hazards import prompt
-from vllm_pd.core.actions import Cancelled, FallbackReason, Prefill, Released
-from vllm_pd.core.messages import Attempt
+from vllm_pd.protocol.actions import Cancelled, FallbackReason, Prefill, Released
+from vllm_pd.protocol.messages import Attempt
 
 MEET_S = 20.0
 RANKS = 2

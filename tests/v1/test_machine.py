@@ -11,10 +11,10 @@ import pytest
 
 from tests.v1 import simulated
 from tests.v1.walk import failure, history, play, shrink
-from vllm_pd.core.writes import AttemptWrites
 from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
+from vllm_pd.protocol.writes import AttemptWrites
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.prefill import InternalRequests

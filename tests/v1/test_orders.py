@@ -10,10 +10,10 @@ from vllm.v1.core.sched.interface import PauseState
 
 from tests.v1.simulated import PEER, Engine
 from tests.v1.test_hazards import PARKED, end, prompt
-from vllm_pd.core import mutual
-from vllm_pd.core.actions import Cancelled, FallbackReason, Released
-from vllm_pd.core.holds import hold_params
-from vllm_pd.core.messages import Attempt
+from vllm_pd.decisions import mutual
+from vllm_pd.protocol.actions import Cancelled, FallbackReason, Released
+from vllm_pd.protocol.holds import hold_params
+from vllm_pd.protocol.messages import Attempt
 
 
 @pytest.fixture

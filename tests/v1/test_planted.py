@@ -4,9 +4,9 @@ import pytest
 
 from tests.v1.simulated import Engine, WrongRead
 from tests.v1.test_hazards import parked
-from vllm_pd.core.actions import Prefilled, Released
-from vllm_pd.core.messages import Timings
 from vllm_pd.handover.fence import BlockFence
+from vllm_pd.protocol.actions import Prefilled, Released
+from vllm_pd.protocol.messages import Timings
 from vllm_pd.v1.scheduler import HandoverScheduling
 
 

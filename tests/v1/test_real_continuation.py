@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from _connectors.pair import ENVIRONMENT, EngineShape
 from _connectors.serve import ForkedServer, ServerFactory
 
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.servers import HOST, Servers
-from vllm_pd.launch.plan import ROUTER
-from vllm_pd.ports import take_free
+from vllm_pd.ops.launch.plan import ROUTER
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.rpc.ports import take_free
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 CONTEXT = 512

@@ -13,10 +13,10 @@ from tests import asking, waiting
 from tests.fakes.metaserver_proxy import LoopThread, MetaserverProxy
 from tests.v1.real_engines import kill
 from tests.v1.test_real_engines import prompts
-from vllm_pd.admin.scrape import scrape
-from vllm_pd.launch.plan import HOST, UpOptions, plan_fleet
-from vllm_pd.launch.up import Fleet
-from vllm_pd.ports import take_free_run
+from vllm_pd.ops.launch.plan import HOST, UpOptions, plan_fleet
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.rpc.ports import take_free_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1800)]
 MODEL, TOKENS, START_S, END_S = "tiny", 8, 900.0, 200.0

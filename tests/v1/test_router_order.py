@@ -15,13 +15,13 @@ from _connectors.pair import BLOCK_SIZE, ENVIRONMENT, ConnectorName, EnginePair,
 from _connectors.questions import ANSWER_TOKENS, Question, answer_all, draw_prompts_between
 from _connectors.serve import ServerFactory
 
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.connection import LoadConnection
 from vllm_pd.bench.load import GenerationRequest, generate
 from vllm_pd.bench.servers import HOST, Server, Servers
-from vllm_pd.core.messages import Role
-from vllm_pd.launch.plan import ROUTER
-from vllm_pd.ports import take_free
+from vllm_pd.ops.launch.plan import ROUTER
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.protocol.messages import Role
+from vllm_pd.rpc.ports import take_free
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(600)]
 SHAPE = {"pool_blocks": 256, "context": 1024}  # of which ours holds at most half for others

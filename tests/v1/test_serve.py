@@ -16,12 +16,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests import asking, waiting
-from vllm_pd.admin.scrape import scrape
-from vllm_pd.launch.child import Child
-from vllm_pd.launch.plan import HOST, SERVE, EnginePlan, UpOptions, plan_fleet, transfer_config
-from vllm_pd.launch.printer import say_aloud
-from vllm_pd.launch.up import Fleet
-from vllm_pd.ports import take_free, take_free_run
+from vllm_pd.ops.launch.child import Child
+from vllm_pd.ops.launch.plan import HOST, SERVE, EnginePlan, UpOptions, plan_fleet, transfer_config
+from vllm_pd.ops.launch.printer import say_aloud
+from vllm_pd.ops.launch.up import Fleet
+from vllm_pd.ops.scrape import scrape
+from vllm_pd.rpc.ports import take_free, take_free_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 MODEL = "tiny"

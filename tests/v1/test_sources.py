@@ -11,7 +11,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import end, parked, prompt
-from vllm_pd.core.actions import Released
+from vllm_pd.protocol.actions import Released
 
 LONG = 6 * BLOCK_SIZE + 5
 

@@ -31,12 +31,12 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.store.blocks import BlockKey
-from vllm_pd.store.connector import PDStoreConnector, StoreHandshake, StoreStep
 from vllm_pd.store.metrics import StoreFamilies
 from vllm_pd.store.plan import NamedBlock
-from vllm_pd.store.stats import StoreStats
 from vllm_pd.store.store import BlockStore
 from vllm_pd.v1.plugin import register
+from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreStep
+from vllm_pd.v1.store.stats import StoreStats
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 8, 2, 16, 64
 NAMES = [f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS)]
@@ -66,7 +66,7 @@ def make(settings, model_folder, monkeypatch):
     # What reads a model that is loaded.
     monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
-    monkeypatch.setattr("vllm_pd.store_checks.pin_weights", lambda config: None)
+    monkeypatch.setattr("vllm_pd.model.store_checks.pin_weights", lambda config: None)
     made, reloads = [], []
 
     def one(role: KVConnectorRole, spec: KVCacheSpec = FULL, rank: int = 0, ranks: int = 1) -> PDStoreConnector:
@@ -252,7 +252,7 @@ def test_b104_an_engine_with_other_weights_has_other_blocks(make, monkeypatch):
     """B104: of the same sizes, in the same folder, where the fingerprint may be the same."""
     first = make(KVConnectorRole.WORKER).get_handshake_metadata()
     assert make(KVConnectorRole.WORKER).get_handshake_metadata() == first
-    monkeypatch.setattr("vllm_pd.store.connector.weights_state", lambda config: "other")
+    monkeypatch.setattr("vllm_pd.v1.store.connector.weights_state", lambda config: "other")
     assert make(KVConnectorRole.WORKER).get_handshake_metadata().model != first.model
 
 

@@ -19,11 +19,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from tests.v1 import test_holds
 from tests.v1.simulated import BLOCK_SIZE, Engine, answer, contents
 from tests.v1.test_hazards import PARKED, prompt
-from vllm_pd.core.actions import Cancelled, Prefilled, Released
-from vllm_pd.core.messages import Attempt, Timings
-from vllm_pd.store import connector, with_peers
-from vllm_pd.store.handover import HandoverWithStore
+from vllm_pd.protocol.actions import Cancelled, Prefilled, Released
+from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.transfer.requests import Read
+from vllm_pd.v1.store import connector, with_peers
+from vllm_pd.v1.store.handover import HandoverWithStore
 
 
 class RankMemory:
@@ -45,7 +45,7 @@ class RankMemory:
 class StoredEngine(Engine):
     """An engine with the store `stored`: contents of the slots of a block, by rank and name."""
 
-    CONNECTOR, MODULE = "PDConnectorWithStore", "vllm_pd.store.with_peers"
+    CONNECTOR, MODULE = "PDConnectorWithStore", "vllm_pd.v1.store.with_peers"
     EXTRA = {"store": {}}
     ranks = 1
     stored: dict[tuple[int, bytes], list[int]] = {}
@@ -498,7 +498,7 @@ def test_b104_b102_a_hold_is_read_after_what_the_store_has(make):
 @pytest.mark.parametrize("ends", ["meanwhile", "never"])
 def test_b104_b96_a_reset_of_the_prefix_cache_waits_for_loads(make, monkeypatch, ends):
     """B96: or it fails, as V1 says it, where a disk hangs. Nothing that was loaded before it is a hit after it."""
-    monkeypatch.setattr("vllm_pd.store.handover.LOADS_S", 0.02)
+    monkeypatch.setattr("vllm_pd.v1.store.handover.LOADS_S", 0.02)
     engine, asked = make(threshold=1000), prompt(100)
     put(asked, 5)
     engine.holds_loads = True

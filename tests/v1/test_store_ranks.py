@@ -11,14 +11,14 @@ from vllm.v1.outputs import KVConnectorOutput
 from tests.v1.simulated import BLOCK_SIZE, WrongRead
 from tests.v1.test_hazards import PARKED, prompt
 from tests.v1.test_store_handover import FakeView, StoredEngine, check_stored, put
-from vllm_pd.store import connector, handover, with_peers
-from vllm_pd.store.handover import HandoverWithStore
+from vllm_pd.v1.store import connector, handover, with_peers
+from vllm_pd.v1.store.handover import HandoverWithStore
 
 
 class AloneEngine(StoredEngine):
     """An engine with PDStoreConnector alone: V1's own scheduler, which has no binding."""
 
-    CONNECTOR, MODULE = "PDStoreConnector", "vllm_pd.store.connector"
+    CONNECTOR, MODULE = "PDStoreConnector", "vllm_pd.v1.store.connector"
     EXTRA = {}
 
     def bind(self, *arguments):

@@ -24,10 +24,10 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.v1 import test_store_connector as alone
 from tests.v1.test_store_connector import BLOCKS, CONTENT, HEADS, LAYERS, MEMORY_GIB, NAMES, TOKENS, block_named
+from vllm_pd.handover.metrics import HandoverFamilies
 from vllm_pd.handover.reload import WEIGHT_CALLS
-from vllm_pd.metrics import HandoverFamilies
-from vllm_pd.store import with_peers
 from vllm_pd.store.store import BlockStore
+from vllm_pd.v1.store import with_peers
 
 RANK = "what a rank says of itself"
 
@@ -60,13 +60,13 @@ def worker(model_folder, monkeypatch):
     monkeypatch.setattr("vllm_pd.v1.worker.RankWorker", FakeRank)
     monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
-    monkeypatch.setattr("vllm_pd.store_checks.pin_weights", lambda config: None)
+    monkeypatch.setattr("vllm_pd.model.store_checks.pin_weights", lambda config: None)
     for name in WEIGHT_CALLS:
         monkeypatch.setattr(Worker, name, lambda self: None)
     config = VllmConfig(
         model_config=ModelConfig(model=str(model_folder), max_model_len=512, dtype="float32", skip_tokenizer_init=True),
         cache_config=CacheConfig(block_size=TOKENS), kv_transfer_config=KVTransferConfig(
-            kv_connector="PDConnectorWithStore", kv_connector_module_path="vllm_pd.store.with_peers",
+            kv_connector="PDConnectorWithStore", kv_connector_module_path="vllm_pd.v1.store.with_peers",
             kv_role="kv_both", kv_load_failure_policy="recompute",
             kv_connector_extra_config={"store": {"folder": str(folder), "memory_gib": MEMORY_GIB}}))
     config.cache_config.num_gpu_blocks = BLOCKS

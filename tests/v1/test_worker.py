@@ -18,9 +18,9 @@ import pytest
 import torch
 from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 
-from vllm_pd.core.messages import Process, Role
 from vllm_pd.errors import ConfigError, ControlError
-from vllm_pd.liveness.process import this_process
+from vllm_pd.peer.liveness.process import this_process
+from vllm_pd.protocol.messages import Process, Role
 from vllm_pd.transfer.layout import CacheDescription
 from vllm_pd.transfer.requests import Write
 from vllm_pd.transfer.transport import PeerMetadata, RanksMetadata

@@ -21,11 +21,11 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1 import simulated
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess
-from vllm_pd.core.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
-from vllm_pd.core.holds import hold_params
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Attempt, Timings
-from vllm_pd.core.metaserver import request_of
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.protocol.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
+from vllm_pd.protocol.holds import hold_params
+from vllm_pd.protocol.messages import Attempt, Timings
+from vllm_pd.protocol.metaserver import request_of
 from vllm_pd.transfer.requests import Read, Write
 
 STEPS = 60  # of a history

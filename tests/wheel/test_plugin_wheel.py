@@ -17,7 +17,7 @@ from tests.wheel import checks
 PATCHED = "0.9.2+pd.1.cpu"
 REGISTER = "from vllm_pd.v1.plugin import register; register()"
 CLAIM = "from vllm_pd.v0.claim import claim; claim(None)"
-DOCTOR = "from vllm_pd.admin.doctor import check_world; [print(*found.lines) for found in check_world()]"
+DOCTOR = "from vllm_pd.ops.doctor import check_world; [print(*found.lines) for found in check_world()]"
 
 
 @pytest.fixture(scope="module")

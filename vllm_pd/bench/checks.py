@@ -7,9 +7,9 @@ import argparse
 import os
 from collections.abc import Iterable
 
-from vllm_pd.admin.client import is_healthy
 from vllm_pd.errors import ConfigError
-from vllm_pd.launch.shares import parse_numbered
+from vllm_pd.ops.client import is_healthy
+from vllm_pd.ops.launch.shares import parse_numbered
 
 
 def require_at_least(limits: Iterable[tuple[str, float, float]]) -> None:

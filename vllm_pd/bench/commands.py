@@ -15,7 +15,7 @@ from vllm_pd.bench.outputs import require_file, require_picture, write_json
 from vllm_pd.bench.serve.settings import ServeBench
 from vllm_pd.bench.share.options import ShareBench
 from vllm_pd.errors import ConfigError
-from vllm_pd.options import takes_settings
+from vllm_pd.settings.options import takes_settings
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,7 +59,7 @@ def write(report: Any, output: Path | None) -> None:
 
 def known_urls(state: Path | None, given: dict[str, list[str] | None]) -> dict[str, tuple[str, ...]]:
     """The URLs of each option in `given`, or those of a state file. Raises ConfigError."""
-    from vllm_pd.launch.state import UpState
+    from vllm_pd.ops.launch.state import UpState
     if state is not None:
         for name, urls in given.items():
             if urls:

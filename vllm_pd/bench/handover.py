@@ -29,13 +29,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm_pd.admin.scrape import MetricsSnapshot, scrape, scrape_after_request
 from vllm_pd.bench.checks import require_at_least, require_healthy
 from vllm_pd.bench.connection import LoadError, served_model
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
 from vllm_pd.bench.report import MS, summary
 from vllm_pd.errors import PDError
-from vllm_pd.metrics import STAGES
+from vllm_pd.handover.metrics import STAGES
+from vllm_pd.ops.scrape import MetricsSnapshot, scrape, scrape_after_request
 
 FORMULA = "control plane = parked - prefill - transfer; overhead = TTFT (client) - prefill - transfer - first step"
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 10, 999

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from vllm_pd.admin.scrape import scrape
 from vllm_pd.bench.checks import require_at_least, require_healthy
 from vllm_pd.bench.connection import LoadError, call, served_model
 from vllm_pd.bench.conversations import Conversation, ConversationShape, ConversationTurn, hold, make
@@ -32,6 +31,7 @@ from vllm_pd.bench.servers import RouterCommand, Server, Servers, log_to
 from vllm_pd.bench.simulation import oracle
 from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.ops.scrape import scrape
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher of every benchmark: engines, dummy engines and routers as processes that are started, awaited and ended.
 
-A whole fleet of disaggregated engines is `vllm_pd.launch.up.Fleet`; this is for servers beside or instead of it.
+A whole fleet of disaggregated engines is `vllm_pd.ops.launch.up.Fleet`; this is for servers beside or instead of it.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from typing import TextIO
 
 import psutil
 
-from vllm_pd.admin.client import is_healthy
 from vllm_pd.bench.connection import LoadConnection, LoadError, call
 from vllm_pd.bench.dummy_client import RequestShape
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.launch.child import Child
-from vllm_pd.launch.printer import LinePrinter, Say
-from vllm_pd.ports import take_free
+from vllm_pd.ops.client import is_healthy
+from vllm_pd.ops.launch.child import Child
+from vllm_pd.ops.launch.printer import LinePrinter, Say
 from vllm_pd.router.policy import Policy
+from vllm_pd.rpc.ports import take_free
 
 HOST = "127.0.0.1"
 UP, LIVE = "up", "live"  # as a router's /workers says

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of an engine's connection to its broker. Used by the control thread only.
 
-All backends keep one contract, in the messages of `vllm_pd.core.messages`: each heartbeat and each `Put` is answered,
-and offers come while the engine has job credits. No method blocks, or raises because of what the broker does.
+All backends keep one contract, in the messages of `vllm_pd.protocol.messages`: each heartbeat and each `Put` is
+answered, and offers come while the engine has job credits. No method blocks, or raises because of what the broker does.
 """
 import abc
 import collections
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.sockets import SendResult
 
 if TYPE_CHECKING:

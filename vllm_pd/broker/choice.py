@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_pd.broker.prompts import PromptMemory
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 COPY_WEIGHT = 1.0  # gave the most hits and the shortest times in `vllm-pd bench router --hit-rate --prefill 4`
 MAX_OFFERS = 1024  # remembered of one engine; it holds fewer jobs

@@ -6,7 +6,7 @@ clock may be set back: a stamp of what was sent just before shows it.
 """
 import msgspec
 
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 MAX_MEMBERS = 1024
 

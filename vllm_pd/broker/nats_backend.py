@@ -15,7 +15,7 @@ from collections.abc import Set
 from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.broker.nats_session import Command, Mailbox, NatsSession
 from vllm_pd.broker.nats_store import AWAY, Store
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.sockets import SendResult, Waker
 

@@ -7,8 +7,8 @@ import time
 from vllm_pd.broker.directory import Directory
 from vllm_pd.broker.nats_session import open_entry
 from vllm_pd.broker.nats_store import AWAY, Store
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.nats_address import NatsAddress
 
 

@@ -33,7 +33,7 @@ from vllm_pd.broker.nats_store import (
 )
 from vllm_pd.broker.preference import PrefillPreference
 from vllm_pd.broker.registry import may_take, prefill_loads
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec
 
 logger = logging.getLogger("vllm.pd")

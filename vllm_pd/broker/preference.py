@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 
 from vllm_pd.broker.choice import JobTaker, choose
 from vllm_pd.broker.prompts import block_names
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 
 class PrefillPreference:

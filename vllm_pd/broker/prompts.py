@@ -8,8 +8,8 @@ broker decodes no events. What the engine has evicted and is remembered here cos
 import collections
 from collections.abc import Sequence
 
-from vllm_pd.core import messages as m
-from vllm_pd.core.hashes import chain, pack_tokens, root_seed
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.hashes import chain, pack_tokens, root_seed
 
 BLOCK_TOKENS = 128  # more than engines have: less to remember; a hit counts for up to 127 tokens less
 MAX_BLOCKS = 8192  # remembered of one engine: a million tokens

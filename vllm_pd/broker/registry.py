@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_pd.broker.choice import JobTaker, choose
 from vllm_pd.broker.prompts import block_names
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 OutgoingMessage = tuple[str, m.Message]
 

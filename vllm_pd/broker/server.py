@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from vllm_pd.broker.registry import OutgoingMessage, QueueLimits, Registry
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys

@@ -3,8 +3,8 @@
 import zmq
 
 from vllm_pd.broker.backend import BrokerBackend
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import SendResult

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from vllm_pd.core.messages import Count, Name
+from vllm_pd.protocol.messages import Count, Name
 from vllm_pd.rpc.codec import BadFrame, FrameFault, Framing
 
 PROTOCOL = 1

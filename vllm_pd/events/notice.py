@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_pd.core.messages import Count, Text
 from vllm_pd.events import reach
+from vllm_pd.protocol.messages import Count, Text
 from vllm_pd.rpc.codec import UNREADABLE
 
 if TYPE_CHECKING:

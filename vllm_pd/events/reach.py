@@ -6,8 +6,8 @@ import ipaddress
 import re
 import socket
 
-from vllm_pd.liveness.process import is_own_address
-from vllm_pd.ports import take_free
+from vllm_pd.peer.liveness.process import is_own_address
+from vllm_pd.rpc.ports import take_free
 
 
 def seen_from(host: str, address: str) -> str:

@@ -2,7 +2,8 @@
 """Refusing a request that asks for a place that does not exist, before vLLM begins to answer it.
 
 A request may say where its prompt is to be prefilled: `"kv_transfer_params": {"pd": "remote"}`, or `"local"`, or
-`"auto"`. vLLM itself brings that field of the body to the engine, where `vllm_pd.core.policy.asked_place` reads it.
+`"auto"`. vLLM itself brings that field of the body to the engine, where `vllm_pd.decisions.policy.asked_place` reads
+it.
 """
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_pd.core.policy import PARAMS_KEY, PLACE_KEY, PLACES
+from vllm_pd.decisions.policy import PARAMS_KEY, PLACE_KEY, PLACES
 from vllm_pd.frontend.asgi import error_response, posts_json, read_body, route_path
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from starlette.middleware import Middleware
 
-from vllm_pd.config import PDConfig
 from vllm_pd.events import notice
 from vllm_pd.frontend import routes
 from vllm_pd.frontend.access import keys_of
@@ -17,6 +16,7 @@ from vllm_pd.frontend.asked import AskedMiddleware
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
 from vllm_pd.frontend.edge import limit_headers
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
+from vllm_pd.settings.engine import PDConfig
 
 if TYPE_CHECKING:
     import uvicorn

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import zmq.asyncio
 
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 
 logger = logging.getLogger("vllm.pd")

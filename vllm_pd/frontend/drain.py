@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError
 from vllm_pd.frontend.asgi import error_response, route_path
 from vllm_pd.frontend.connection import EngineConnection
+from vllm_pd.protocol import messages as m
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

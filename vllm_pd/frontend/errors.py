@@ -10,7 +10,7 @@ from collections.abc import Collection
 from enum import Enum, auto
 from http import HTTPStatus
 
-from vllm_pd.installation import find_installation
+from vllm_pd.model.installation import find_installation
 
 MESSAGES = "/v1/messages"
 _FIRST_NESTED = (0, 10, 1)

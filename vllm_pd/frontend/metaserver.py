@@ -2,7 +2,7 @@
 """The servers' part in the metaserver form.
 
 That of a prefill engine gets requests that carry a decode engine's job: their proxy sends them because the decode
-engine posted that job (`vllm_pd.core.metaserver`). Such a request is answered by the engine's control thread, which
+engine posted that job (`vllm_pd.protocol.metaserver`). Such a request is answered by the engine's control thread, which
 claims the job; vLLM does not see it. The prompt is what the job says, and not what the body says: it is the decode
 engine's blocks that are filled. That of a decode engine decides which requests must not be posted.
 """
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pydantic
 from starlette.responses import JSONResponse
 
-from vllm_pd.core.holds import transfer_params
-from vllm_pd.core.messages import Job
-from vllm_pd.core.metaserver import JOB_KEY, URL_KEY, carried_job
-from vllm_pd.core.policy import PARAMS_KEY
+from vllm_pd.decisions.policy import PARAMS_KEY
 from vllm_pd.errors import ControlError
 from vllm_pd.frontend.asgi import error_response, posts_json, read_body, receive_first, route_path
+from vllm_pd.protocol.holds import transfer_params
+from vllm_pd.protocol.messages import Job
+from vllm_pd.protocol.metaserver import JOB_KEY, URL_KEY, carried_job
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -25,23 +25,23 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
-from vllm_pd.core.actions import Event, Fallback, FallbackReason, Prefilled, Released, Timed
-from vllm_pd.core.expected import Expected, expect
-from vllm_pd.core.hashes import token_digest
-from vllm_pd.core.holds import asks_for_hold, named_hold
-from vllm_pd.core.measured import DecodeMeasures, StepSpeed
-from vllm_pd.core.messages import Attempt, Timings
-from vllm_pd.core.metaserver import external_id, named_metaserver, posted_name, request_of
-from vllm_pd.core.pace import FallbackPace
-from vllm_pd.core.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
+from vllm_pd.decisions.expected import Expected, expect
+from vllm_pd.decisions.measured import DecodeMeasures, StepSpeed
+from vllm_pd.decisions.pace import FallbackPace
+from vllm_pd.decisions.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
 from vllm_pd.handover.progress import ArrivalNotice, Progress
+from vllm_pd.protocol.actions import Event, Fallback, FallbackReason, Prefilled, Released, Timed
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.holds import asks_for_hold, named_hold
+from vllm_pd.protocol.messages import Attempt, Timings
+from vllm_pd.protocol.metaserver import external_id, named_metaserver, posted_name, request_of
 from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferRequest
 
 if TYPE_CHECKING:
-    from vllm_pd.config import PDConfig
-    from vllm_pd.control.cluster import QueueView
-    from vllm_pd.control.protocol import PeerProtocol
-    from vllm_pd.metrics import PDMetrics
+    from vllm_pd.handover.metrics import PDMetrics
+    from vllm_pd.peer.cluster import QueueView
+    from vllm_pd.peer.protocol import PeerProtocol
+    from vllm_pd.settings.engine import PDConfig
 
 logger = logging.getLogger("vllm.pd")
 

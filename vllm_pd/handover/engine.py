@@ -15,21 +15,21 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.control.degraded import Degraded
-from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
-from vllm_pd.core.measured import StepSpeed, StepTimer
-from vllm_pd.core.messages import Attempt, Load
-from vllm_pd.core.mutual import JobPatience
+from vllm_pd.decisions.measured import StepSpeed, StepTimer
+from vllm_pd.decisions.mutual import JobPatience
 from vllm_pd.errors import PDError
 from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.holds import HELD_PROMPT_EVENTS, HeldPrompts
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
-from vllm_pd.transfer import kept
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.peer.degraded import Degraded
+from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.protocol.messages import Attempt, Load
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.transfer.nixl import kept
 from vllm_pd.transfer.requests import Finished
 
 logger = logging.getLogger("vllm.pd")
@@ -121,7 +121,7 @@ class HandoverEngine(ABC):
         self.protocol.set_load(load)
 
     def _give_back_jobs(self) -> None:
-        """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.core.mutual`)."""
+        """Give back the peers' jobs that wait for this engine's parked requests (`vllm_pd.decisions.mutual`)."""
         if self._progress:
             return  # the next step may begin them
         moving = self._has_running() or self.prefill_jobs.sending

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vllm_pd.core.messages import Attempt
+from vllm_pd.protocol.messages import Attempt
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

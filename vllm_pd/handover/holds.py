@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from vllm_pd.core.actions import DropPeer, Event, HoldEnded, ReadHold, StopRead
-from vllm_pd.core.hashes import token_digest
-from vllm_pd.core.holds import asks_for_hold, hold_params, named_hold
-from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.progress import Progress
+from vllm_pd.protocol.actions import DropPeer, Event, HoldEnded, ReadHold, StopRead
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.holds import asks_for_hold, hold_params, named_hold
+from vllm_pd.protocol.messages import Attempt
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,
@@ -29,9 +29,9 @@ from vllm_pd.transfer.requests import (
 )
 
 if TYPE_CHECKING:
-    from vllm_pd.config import PDConfig
-    from vllm_pd.control.protocol import PeerProtocol
-    from vllm_pd.metrics import PDMetrics
+    from vllm_pd.handover.metrics import PDMetrics
+    from vllm_pd.peer.protocol import PeerProtocol
+    from vllm_pd.settings.engine import PDConfig
 
 logger = logging.getLogger("vllm.pd")
 

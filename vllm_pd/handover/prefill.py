@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefill engine's half of a binding: jobs of peers as requests of this engine.
 
-Life of a job: it waits for its turn (QUEUED, see `vllm_pd.core.job_order`) and becomes a request for one token
+Life of a job: it waits for its turn (QUEUED, see `vllm_pd.decisions.job_order`) and becomes a request for one token
 (COMPUTING); when that has finished, its blocks are held and `computed` is called; the binding posts the write with the
 requests that it takes (SENDING). When it ends, the end is reported to the peer at once, in the thread that saw it, and
 the step loop frees the blocks later. Whatever goes wrong on the way, the peer gets a message and the blocks are freed.
 
 A binding may send the first blocks while the rest is computed: it holds them and calls `chunk_computed` after each step
-(`vllm_pd.core.writes`). Then a job has several writes, one at a time. The next one is posted by the thread that sees
-the end of the one before, for a step may take long. The peer gets its message when the last of them has ended.
+(`vllm_pd.protocol.writes`). Then a job has several writes, one at a time. The next one is posted by the thread that
+sees the end of the one before, for a step may take long. The peer gets its message when the last of them has ended.
 
 Where the peer has more of the prompt in its prefix cache than this engine, and reading that is quicker than computing
 it, the request is parked before it is computed, and the read goes into its pending blocks (READING). When it has ended
@@ -33,23 +33,23 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.protocol import PeerProtocol
-from vllm_pd.core import job_order
-from vllm_pd.core.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Attempt, Timings
-from vllm_pd.core.prefix import PrefixCost, PrefixReads
-from vllm_pd.core.writes import AttemptWrites, BlockWrite
+from vllm_pd.decisions import job_order
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.decisions.prefix import PrefixCost, PrefixReads
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import ArrivalNotice, Progress
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.protocol.messages import Attempt, Timings
+from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer import requests as transfer
 
 logger = logging.getLogger("vllm.pd")
 
 
 class JobStage(Enum):
-    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`core.prefill.JobState`)."""
+    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`protocol.prefill.JobState`)."""
     QUEUED = "queued"
     COMPUTING = "computing"
     READING = "reading"

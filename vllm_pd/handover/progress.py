@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.core.messages import Attempt
+from vllm_pd.protocol.messages import Attempt
 from vllm_pd.rpc.codec import UNREADABLE
 
 

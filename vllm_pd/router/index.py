@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which worker holds the KV blocks of how much of a prompt.
 
-`PrefixIndex` is fed with the workers' KV events. It keeps, for each block name (`vllm_pd.core.hashes`), one integer
+`PrefixIndex` is fed with the workers' KV events. It keeps, for each block name (`vllm_pd.protocol.hashes`), one integer
 with a bit for each worker that holds the block, and for each worker a dictionary from the engine's own block hashes to
 names. A prompt is matched block by block from its start, with the set of workers that hold everything so far. A worker
 drops out at its first missing block, whatever it holds after that.
@@ -20,8 +20,8 @@ import math
 from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
-from vllm_pd.core.hashes import TOKEN_BYTES, chain, chain_with_extras, pack_tokens, root_seed
 from vllm_pd.errors import ConfigError, PeerMismatch
+from vllm_pd.protocol.hashes import TOKEN_BYTES, chain, chain_with_extras, pack_tokens, root_seed
 
 SWEEP_BLOCKS = 256  # bits of lost blocks cleared at each change of the index
 MAX_WAITING_BLOCKS = 65536  # per worker, besides those that waited after a snapshot; beyond, it needs a new snapshot

@@ -13,9 +13,9 @@ from collections import OrderedDict
 
 import zmq
 
-from vllm_pd.admin.members import list_members
-from vllm_pd.core.messages import Member
+from vllm_pd.broker.members import list_members
 from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.protocol.messages import Member
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RequestOrder, RouterOptions, parse_worker
 from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from vllm_pd.admin.members import Access
+from vllm_pd.broker.members import Access
 from vllm_pd.errors import ConfigError
-from vllm_pd.options import Option
 from vllm_pd.rpc.addresses import is_loopback, parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
+from vllm_pd.settings.options import Option
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 OPERATOR_KEY_VARIABLE = "VLLM_PD_OPERATOR_KEY"

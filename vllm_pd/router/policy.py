@@ -24,7 +24,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.options import Option
+from vllm_pd.settings.options import Option
 
 EQUAL = 1e-9  # scores that differ by less are a tie
 MAX_SHOWN = 8  # scores in `Choice.scores`

@@ -25,8 +25,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.events.subscriber import read_whole
 from vllm_pd.router import descriptors
+from vllm_pd.router.events.subscriber import read_whole
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.outline import UNREADABLE
 from vllm_pd.router.subscriptions import WorkerProgress

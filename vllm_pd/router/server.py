@@ -16,11 +16,11 @@ from types import FrameType
 import uvicorn
 
 from vllm_pd.frontend.edge import Edge, EdgeLimits
-from vllm_pd.ports import require_free
 from vllm_pd.router import descriptors
 from vllm_pd.router.app import RouterApp
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
+from vllm_pd.rpc.ports import require_free
 
 logger = logging.getLogger("vllm.pd.router")
 

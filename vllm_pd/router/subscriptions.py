@@ -23,7 +23,7 @@ import msgspec
 
 from vllm_pd.events.messages import EngineLoad
 from vllm_pd.events.notice import EventsNotice
-from vllm_pd.events.subscriber import Subscriber, SubscriberState, read_whole, shared_context
+from vllm_pd.router.events.subscriber import Subscriber, SubscriberState, read_whole, shared_context
 from vllm_pd.router.families import UnsizedIndex
 from vllm_pd.router.options import RouterOptions, parse_events
 from vllm_pd.router.outline import UNREADABLE

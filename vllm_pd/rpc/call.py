@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import zmq
 
-from vllm_pd.core import messages as m
 from vllm_pd.errors import ControlError, OtherProtocol
+from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.sockets import SendResult

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 MAX_FRAME_BYTES = 32 << 20
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding foreign bytes may raise

@@ -22,7 +22,7 @@ RECONNECT_MAX_MS = 500
 HANDSHAKE_MS = 2000
 # Firewalls and NAT forget a connection that is idle for minutes. The probes keep it in their tables. They end one that
 # is not answered no sooner than Linux ends one with unacknowledged data (tcp_retries2), and TCP_MAXRT is not set: where
-# a firewall refuses new connections in a peer's place, the open one shows that the peer lives (`liveness.rules`).
+# a firewall refuses new connections in a peer's place, the open one shows that the peer lives (`peer.liveness.rules`).
 KEEPALIVE_S = 30
 KEEPALIVE_PROBES = 30
 

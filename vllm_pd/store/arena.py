@@ -28,6 +28,7 @@ import numpy as np
 import psutil
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.settings.store import DEFAULT_FOLDER
 from vllm_pd.store.blocks import (
     HEADER_BYTES,
     NAME_OFFSET,
@@ -60,7 +61,6 @@ from vllm_pd.store.slots import (
     lease,
     put,
 )
-from vllm_pd.store_settings import DEFAULT_FOLDER
 
 Buffer = bytes | bytearray | memoryview | np.ndarray
 Fill = Callable[[memoryview], int | None]  # fills a view; gives the checksum, or None for "not whole"

@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.arena import BlockArena, Buffer, LeasedBlock
 from vllm_pd.store.blocks import BlockKey
 from vllm_pd.store.files import FileTier
 from vllm_pd.store.slots import PutResult
-from vllm_pd.store_settings import StoreSettings
 
 logger = logging.getLogger("vllm.pd")
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.arena import BlockArena, other_arenas
 from vllm_pd.store.files import BLOCK_FORM, SET_FORM, FileTier, named_entries
-from vllm_pd.store_settings import StoreSettings
 
 logger = logging.getLogger("vllm.pd")
 

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.blocks import MODEL_BYTES, BlockKey
 from vllm_pd.store.loads import BlockLoad, BlockLoader, EndedLoads
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.steps import WholeSteps
 from vllm_pd.store.store import CLOSE_S, BlockStore
-from vllm_pd.store_settings import StoreSettings
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from vllm_pd.core.messages import Fingerprint
+    from vllm_pd.protocol.messages import Fingerprint
 
 logger = logging.getLogger("vllm.pd")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.transfer import kept
+from vllm_pd.transfer.nixl import kept
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +38,9 @@ class TransportChoice(msgspec.Struct, frozen=True, array_like=True):
         """The transport called `name` (`rank_name`) of a rank with these caches. `receives`: whether peers write into
         them. What peers reach without our help is `kept`. Raises TransferError."""
         if self.kind is TransportKind.TORCH:
-            from vllm_pd.transfer.torch_transport import TorchTransport
+            from vllm_pd.transfer.torch.transport import TorchTransport
             return TorchTransport(name, caches, description, self.host, receives)
-        from vllm_pd.transfer.nixl import NixlTransport
+        from vllm_pd.transfer.nixl.transport import NixlTransport
         # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
         transport = NixlTransport(name, caches, description, progress_thread=receives)
         kept.keep(name, caches)

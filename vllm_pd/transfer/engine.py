@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
-from vllm_pd.transfer.gather import GatheredTransfer, RankTransfers
+from vllm_pd.transfer.ranks.gather import GatheredTransfer, RankTransfers
 from vllm_pd.transfer.requests import Finished, Look, TransferProgress, TransferRequest
 from vllm_pd.transfer.thread import TransferThread, no_context
 from vllm_pd.transfer.worker import TransferWorker

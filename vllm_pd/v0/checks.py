@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before the model is loaded, besides what both engines refuse (`vllm_pd.checks`).
+"""What is refused before the model is loaded, besides what both engines refuse (`vllm_pd.model.checks`).
 
 `vllm_pd.v0.claim` looks at the arguments; this module at the whole configuration, at this machine's NIXL, and at a
 sample of the cache that the workers are going to have.
@@ -11,12 +11,12 @@ import importlib.util
 import math
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd.checks import check_bind, check_memory, check_model, check_nixl, check_parallel
-from vllm_pd.config import PDConfig
-from vllm_pd.core.messages import Role
-from vllm_pd.core.policy import most_parked_requests
+from vllm_pd.decisions.policy import most_parked_requests
 from vllm_pd.errors import ConfigError
-from vllm_pd.fingerprint import pin_weights, short_rope_tokens
+from vllm_pd.model.checks import check_bind, check_memory, check_model, check_nixl, check_parallel
+from vllm_pd.model.fingerprint import pin_weights, short_rope_tokens
+from vllm_pd.protocol.messages import Role
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.layout import CacheDescription, check_backend, describe
 from vllm_pd.v0.fingerprint import cache_dtype
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from vllm_pd.checks import FEATURES, LIMITS, check_features, check_limits, new_front_address, require_free_bind
-from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
-from vllm_pd.installation import check_installation
+from vllm_pd.model.checks import FEATURES, LIMITS, check_features, check_limits, new_front_address, require_free_bind
+from vllm_pd.model.installation import check_installation
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0 import CONNECTOR, SETTINGS_KEY
 from vllm_pd.v0.caching import choose_prefix_caching
 from vllm_pd.v0.chunks import choose_chunks

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.protocol import PeerProtocol
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Attempt
+from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.handover.metrics import PDMetrics
+from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.features import can_go_remote
 
 if TYPE_CHECKING:

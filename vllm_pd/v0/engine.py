@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.handover.engine import HandoverEngine, close_engine, finalize, guarded, ignore_end
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.protocol.messages import Attempt, Load
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.device import Device
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import Flush, TransferRequest

@@ -19,7 +19,6 @@ from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
 from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
 from vllm.utils import Device
 
-from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice, reach
 from vllm_pd.events.announcer import EventAnnouncer
@@ -27,8 +26,9 @@ from vllm_pd.events.messages import EngineLoad, KVEvent
 from vllm_pd.events.metrics import EventMetrics
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink, Salt
-from vllm_pd.ports import is_free
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.ports import is_free
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0 import SETTINGS_KEY
 
 if TYPE_CHECKING:

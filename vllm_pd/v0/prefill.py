@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.protocol import PeerProtocol
-from vllm_pd.core.measured import StepSpeed
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.fingerprint import token_bytes
 
 if TYPE_CHECKING:

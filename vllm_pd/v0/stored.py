@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 from vllm.utils import Device
 
-from vllm_pd.core.hashes import pack_tokens
-from vllm_pd.core.messages import Attempt
 from vllm_pd.handover.progress import Progress
+from vllm_pd.protocol.hashes import pack_tokens
+from vllm_pd.protocol.messages import Attempt
 from vllm_pd.store.plan import LATE_BYTES, NamedBlock, StorePlan
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
-from vllm_pd.config import PDConfig
-from vllm_pd.core.messages import Attempt
-from vllm_pd.fingerprint import weights_state
 from vllm_pd.handover.engine import finalize
+from vllm_pd.model.fingerprint import weights_state
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.settings.engine import PDConfig
+from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.metrics import StoreMetrics
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, block_parts, model_of
-from vllm_pd.store_settings import StoreSettings
 from vllm_pd.v0.checks import sample_cache
 from vllm_pd.v0.engine import Disaggregation
 from vllm_pd.v0.fingerprint import fingerprint

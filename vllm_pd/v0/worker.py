@@ -3,8 +3,8 @@
 
 Every tensor-parallel rank has its own transport over its own cache. Rank 0 lives in the engine's process; the others
 run `_attach_rank` by the executor's own call while the engine starts, before they enter their execution loop, and from
-then on are reached by the requests that ride with a step. What they report comes over `vllm_pd.transfer.gather`. In
-each process a thread carries the requests out (`vllm_pd.transfer.thread`).
+then on are reached by the requests that ride with a step. What they report comes over `vllm_pd.transfer.ranks.gather`.
+In each process a thread carries the requests out (`vllm_pd.transfer.thread`).
 """
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from vllm_pd.core.messages import Member, Process, Role
-from vllm_pd.liveness.process import local_member, this_process
-from vllm_pd.transfer import kept
+from vllm_pd.peer.liveness.process import local_member, this_process
+from vllm_pd.protocol.messages import Member, Process, Role
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.device import CudaDevice, HostDevice, OrderedTransfer
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.gather import GatheredTransfer, RankListener, connect
 from vllm_pd.transfer.layout import CacheDescription, describe
+from vllm_pd.transfer.nixl import kept
 from vllm_pd.transfer.plan import head_range
-from vllm_pd.transfer.rank import RankThread
-from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.ranks.gather import GatheredTransfer, RankListener, connect
+from vllm_pd.transfer.ranks.process import RankThread
+from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.thread import no_context
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker

@@ -17,14 +17,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
-from vllm_pd.core.messages import Attempt, Load
 from vllm_pd.handover.engine import HandoverEngine, close_engine, finalize, guarded, ignore_end
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.progress import Progress
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.protocol.messages import Attempt, Load
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote

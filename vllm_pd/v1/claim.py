@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm_pd.checks import (
+from vllm_pd.errors import ConfigError
+from vllm_pd.model.checks import (
     FEATURES,
     LIMITS,
     check_bind,
@@ -28,12 +29,11 @@ from vllm_pd.checks import (
     check_stages,
     require_free_bind,
 )
-from vllm_pd.config import PDConfig
-from vllm_pd.errors import ConfigError
-from vllm_pd.fingerprint import pin_weights
-from vllm_pd.layers import check_v1_layers
-from vllm_pd.offloading import check_offloading
-from vllm_pd.store_checks import check_shared_store
+from vllm_pd.model.fingerprint import pin_weights
+from vllm_pd.model.layers import check_v1_layers
+from vllm_pd.model.offloading import check_offloading
+from vllm_pd.model.store_checks import check_shared_store
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.events import check_ports
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.pd")
 
 SCHEDULER = "vllm_pd.v1.scheduler.PDScheduler"
-STORE_MODULE = "vllm_pd.store.activate_peers"  # has a PDConnector, too, which V1 then takes
+STORE_MODULE = "vllm_pd.v1.store.activate_peers"  # has a PDConnector, too, which V1 then takes
 END_S = 5  # for the end of a process of the server after its drain
 V1_LIMITS = {
     **LIMITS,

@@ -5,7 +5,7 @@ Scheduler role, in EngineCore: until the engine's loop begins every request stay
 `EngineHandover`. Worker role, in each worker: `vllm_pd.v1.worker.RankWorker`. Nothing goes between the two with a
 step but its number and whether KV has come; no load, no failure and no end is ever reported in V1's sets of ids. With
 the store, what to put and to load goes with a step, too, and which loads have ended with its output
-(`vllm_pd.store.with_peers`).
+(`vllm_pd.v1.store.with_peers`).
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from vllm_pd.layers import check_groups
+from vllm_pd.model.layers import check_groups
 from vllm_pd.v1.binding import EngineHandover, StepMetadata
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import served_name

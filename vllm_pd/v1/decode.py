@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.protocol import PeerProtocol
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Attempt
-from vllm_pd.core.policy import Decision, Reason
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.decisions.policy import Decision, Reason
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.lookups import PrefixLookups
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.handover.metrics import PDMetrics
+from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.features import can_go_remote
 
 if TYPE_CHECKING:

@@ -16,15 +16,15 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from vllm_pd.config import PDConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.events import notice, reach
 from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.messages import EngineLoad
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
-from vllm_pd.ports import require_free
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.ports import require_free
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.settings import fronts_of_server, ranks_of_server
 
 if TYPE_CHECKING:

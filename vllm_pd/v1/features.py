@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_pd.core.messages import MAX_ID_CHARS
+from vllm_pd.protocol.messages import MAX_ID_CHARS
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams

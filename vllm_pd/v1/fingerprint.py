@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from vllm_pd.core.messages import PROTOCOL, Fingerprint
-from vllm_pd.fingerprint import model_digest
+from vllm_pd.model.fingerprint import model_digest
+from vllm_pd.protocol.messages import PROTOCOL, Fingerprint
 from vllm_pd.transfer.layout import CacheDescription
 
 if TYPE_CHECKING:

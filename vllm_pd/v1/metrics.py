@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.handover.metrics import PDMetrics
 
 MAX_CALLS = 10_000  # kept; a front end that takes nothing must not fill the memory
 _GAUGES = ("parked_blocks", "quarantined_blocks", "sending_blocks", "held_blocks")

@@ -6,11 +6,11 @@ configuration names PDConnector; vLLM then imports `vllm_pd.v1.activate`.
 """
 from __future__ import annotations
 
-from vllm_pd.installation import check_installation
-from vllm_pd.offloading import check_command_line, check_hybrid_flag
+from vllm_pd.model.installation import check_installation
+from vllm_pd.model.offloading import check_command_line, check_hybrid_flag
 
 CONNECTOR = "PDConnector"
-MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.store.activate"}
+MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.v1.store.activate"}
 
 
 def register() -> None:

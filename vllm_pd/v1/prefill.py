@@ -20,16 +20,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import RequestStatus
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.protocol import PeerProtocol
-from vllm_pd.core import job_order
-from vllm_pd.core.measured import StepSpeed
-from vllm_pd.core.messages import Attempt
+from vllm_pd.decisions import job_order
+from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.lookups import PrefixLookups
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.settings.engine import PDConfig
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler

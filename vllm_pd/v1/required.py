@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.installation import find_installation
-from vllm_pd.source_names import Required, missing_names
+from vllm_pd.model.installation import find_installation
+from vllm_pd.model.source_names import Required, missing_names
 
 SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/rebasing.md has the table
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from vllm_pd.config import PDConfig
-from vllm_pd.control.agent import ControlAgent
 from vllm_pd.handover.prefill import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
-from vllm_pd.heap import freeze_heap
-from vllm_pd.ports import require_free_front
+from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.rpc.ports import require_free_front
+from vllm_pd.settings.engine import PDConfig
+from vllm_pd.transfer.heap import freeze_heap
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load

@@ -2,7 +2,7 @@
 """The ranks of a V1 engine: the worker role of the connector, and how EngineCore attaches to it.
 
 Every rank of every pipeline stage has its own transport over its own cache, and a thread that carries transfers without
-an engine step (`vllm_pd.transfer.rank`). Life of a rank:
+an engine step (`vllm_pd.transfer.ranks.process`). Life of a rank:
 
 1. `register_kv_caches` describes the cache, refuses one that can't be transferred, and opens a socket.
 2. The executor carries the `RankHandshake` of each rank to EngineCore, where `attach_ranks` connects to the sockets and
@@ -25,19 +25,19 @@ import msgspec
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from vllm_pd.checks import stage_layers
-from vllm_pd.core.messages import Member, Process, Role
 from vllm_pd.errors import ConfigError
-from vllm_pd.liveness.process import local_member, parent_pid, this_process
+from vllm_pd.model.checks import stage_layers
+from vllm_pd.peer.liveness.process import local_member, parent_pid, this_process
+from vllm_pd.protocol.messages import Member, Process, Role
 from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.cores import leave_model_cores
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
-from vllm_pd.transfer.gather import RankTransfers
 from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views, distinct_caches
 from vllm_pd.transfer.plan import head_range
-from vllm_pd.transfer.rank import AttachRank, RankServer, connect_ranks
-from vllm_pd.transfer.ranks import RankedTransport
+from vllm_pd.transfer.ranks.gather import RankTransfers
+from vllm_pd.transfer.ranks.process import AttachRank, RankServer, connect_ranks
+from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RankHandshake(KVConnectorHandshakeMetadata):
     """What a rank reports to EngineCore when its cache is registered. Plain values: the executor pickles it."""
-    process: tuple[int, int]  # a vllm_pd.core.messages.Process
+    process: tuple[int, int]  # a vllm_pd.protocol.messages.Process
     address: bytes  # of the rank's socket
     cache: bytes  # its CacheDescription, in msgpack
     engine: str  # Fingerprint.engine

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from explorer.model import Shape
 from explorer.world import Scene
-from vllm_pd.core import messages as m
-from vllm_pd.core.decode import DecodeProtocol
-from vllm_pd.core.prefill import JobState, PrefillProtocol
-from vllm_pd.core.writes import AttemptWrites
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.prefill import JobState, PrefillProtocol
+from vllm_pd.protocol.writes import AttemptWrites
 
 NEVER = float("inf")
 

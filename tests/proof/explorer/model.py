@@ -13,8 +13,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from explorer.snapshots import NOW
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import (
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
     Action,
     AddPeer,
     Cancelled,
@@ -31,9 +31,9 @@ from vllm_pd.core.actions import (
     ToDecode,
     ToPrefill,
 )
-from vllm_pd.core.decode import DecodeLimits, DecodeProtocol
-from vllm_pd.core.prefill import PrefillLimits, PrefillProtocol
-from vllm_pd.core.writes import AttemptWrites
+from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.protocol.writes import AttemptWrites
 
 BLOCK_SIZE = 4
 BROKER = "broker"

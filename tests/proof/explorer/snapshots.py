@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.core.messages import Timings
+from vllm_pd.protocol.messages import Timings
 
 NOW = 10_000.0
 PAST_S = 500.0  # what lies further back than this is never asked about

@@ -27,7 +27,7 @@ from explorer.model import (
     check_pair,
 )
 from explorer.snapshots import NOW, canonical, clone, shift
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 UNBORN, DEAD = 0, 1
 State = tuple[int, ...]  # the engines, the letters, what is left of each budget

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import (
+from vllm_pd.decisions.policy import PolicyConfig, PolicyInput, decide
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
     AddPeer,
     Cancelled,
     DropPeer,
@@ -21,8 +22,7 @@ from vllm_pd.core.actions import (
     Released,
     Timed,
 )
-from vllm_pd.core.policy import PolicyConfig, PolicyInput, decide
-from vllm_pd.core.writes import AttemptWrites
+from vllm_pd.protocol.writes import AttemptWrites
 
 from .kernel import Kernel
 from .node import BLOCK_SIZE, Node, Post

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_pd.config import PDConfig
-from vllm_pd.core.decode import DecodeProtocol
-from vllm_pd.core.messages import Role
-from vllm_pd.core.prefill import PrefillProtocol
+from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.messages import Role
+from vllm_pd.protocol.prefill import PrefillProtocol
+from vllm_pd.settings.engine import PDConfig
 
 from .engine import BLOCK_SIZE, Broken, Engine, LightEngine, require
 from .kernel import Faults, Kernel

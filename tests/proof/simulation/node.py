@@ -7,15 +7,15 @@ import collections
 from collections.abc import Callable, Collection
 
 from vllm_pd.broker.registry import QueueLimits, Registry
-from vllm_pd.config import PDConfig
-from vllm_pd.control.cluster import QueueView
-from vllm_pd.control.own_jobs import PrefillLoads
-from vllm_pd.control.protocol import MessageSource, PeerProtocol
-from vllm_pd.control.state import EngineState
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
-from vllm_pd.core.decode import DecodeProtocol
-from vllm_pd.core.prefill import PrefillProtocol
+from vllm_pd.peer.cluster import QueueView
+from vllm_pd.peer.own_jobs import PrefillLoads
+from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.state import EngineState
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
+from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.prefill import PrefillProtocol
+from vllm_pd.settings.engine import PDConfig
 
 from .kernel import Kernel, Process
 

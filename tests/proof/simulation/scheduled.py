@@ -11,11 +11,11 @@ import vllm.core.scheduler
 
 import vllm_pd.handover.decode
 from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers, RemoteWork, SimulatedEngine
-from vllm_pd.core import messages as m
-from vllm_pd.core.actions import Event, Prefilled
-from vllm_pd.core.measured import StepSpeed
+from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
-from vllm_pd.metrics import PDMetrics
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Event, Prefilled
 from vllm_pd.v0.decode import RemotePrefills
 
 from .engine import Engine, Job, require

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 
 import vllm_pd.handover.decode
-from vllm_pd.core.messages import Role
-from vllm_pd.core.policy import Decision, PolicyConfig, PolicyInput, Reason
+from vllm_pd.decisions.policy import Decision, PolicyConfig, PolicyInput, Reason
+from vllm_pd.protocol.messages import Role
 
 from .fleet import Plan
 from .kernel import Faults

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pd.errors import PDError
-from vllm_pd.ports import take_free_run
+from vllm_pd.rpc.ports import take_free_run
 
 DRIVER = ["-m", "vllm_pd.bench.dp.driver"]
 PROBE = "vllm_pd.bench.dp.probe.StepProbe"

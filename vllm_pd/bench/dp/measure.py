@@ -37,8 +37,8 @@ from vllm_pd.bench.dp.group import Group
 from vllm_pd.bench.dp.probe import DUMMY
 from vllm_pd.bench.report import LEAST_P99, MS, ShowLine, summary
 from vllm_pd.bench.servers import process_tree
-from vllm_pd.dp.experts import has_experts
 from vllm_pd.errors import ConfigError
+from vllm_pd.v0.dp.experts import has_experts
 
 LEAST_BURSTS = 3
 BURST_TOKENS = (2, 65)  # evenly over two of upstream's stop intervals, so that its ends meet them anywhere

@@ -16,10 +16,9 @@ from enum import Enum
 from typing import Any
 
 from vllm_pd.bench.servers import RouterCommand
-from vllm_pd.core.messages import Role
 from vllm_pd.errors import ConfigError
-from vllm_pd.launch.kv_events import events_config
-from vllm_pd.launch.plan import (
+from vllm_pd.ops.launch.kv_events import events_config
+from vllm_pd.ops.launch.plan import (
     BROKER,
     HOST,
     SERVE,
@@ -31,11 +30,12 @@ from vllm_pd.launch.plan import (
     omp_env,
     plan_fleet,
 )
-from vllm_pd.launch.serve_args import refuse_ours, value_of
-from vllm_pd.launch.shares import split_evenly
-from vllm_pd.ports import require_free, take_free, take_free_run
+from vllm_pd.ops.launch.serve_args import refuse_ours, value_of
+from vllm_pd.ops.launch.shares import split_evenly
+from vllm_pd.protocol.messages import Role
 from vllm_pd.router.options import NO_TOKENIZER
 from vllm_pd.router.policy import Policy
+from vllm_pd.rpc.ports import require_free, take_free, take_free_run
 
 BUDGETS = (64, 256, 1024)
 DEFAULT = ("alone", "pd", "mixed-rr", "chunked-256")

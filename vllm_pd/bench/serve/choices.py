@@ -14,9 +14,9 @@ from vllm_pd.bench.serve.arms import Arm, ArmKind, FleetSettings, parse_arms
 from vllm_pd.bench.serve.settings import LoadShape, ServeBench, ServeLoad
 from vllm_pd.bench.serve.traffic import points, trace_prompts
 from vllm_pd.errors import ConfigError
-from vllm_pd.installation import World, find_installation
-from vllm_pd.launch.plan import default_gpu, engines_run_on_cpu
-from vllm_pd.launch.state import UpState
+from vllm_pd.model.installation import World, find_installation
+from vllm_pd.ops.launch.plan import default_gpu, engines_run_on_cpu
+from vllm_pd.ops.launch.state import UpState
 from vllm_pd.router.options import parse_worker
 
 ENGINES = {World.PATCHED: "v0", World.PLUGIN: "v1"}

@@ -14,9 +14,9 @@ from vllm_pd.bench.serve.arms import ArmPlan
 from vllm_pd.bench.serve.drive import EntryPoint
 from vllm_pd.bench.servers import Server, Servers, cpu_s
 from vllm_pd.errors import PDError
-from vllm_pd.launch.plan import EnginePlan, starting_at_once
-from vllm_pd.launch.printer import Say
-from vllm_pd.launch.up import Fleet
+from vllm_pd.ops.launch.plan import EnginePlan, starting_at_once
+from vllm_pd.ops.launch.printer import Say
+from vllm_pd.ops.launch.up import Fleet
 
 STOP_TIMEOUT_S = 15.0
 

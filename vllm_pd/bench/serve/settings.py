@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.launch.plan import UpOptions
-from vllm_pd.options import Option, option_of
+from vllm_pd.ops.launch.plan import UpOptions
+from vllm_pd.settings.options import Option, option_of
 
 
 class ServeLoad(StrEnum):

@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
 
-from vllm_pd.admin.client import fetch
-from vllm_pd.admin.scrape import MetricsSnapshot, parse
-from vllm_pd.core.messages import Role
-from vllm_pd.launch.plan import EnginePlan
+from vllm_pd.ops.client import fetch
+from vllm_pd.ops.launch.plan import EnginePlan
+from vllm_pd.ops.scrape import MetricsSnapshot, parse
+from vllm_pd.protocol.messages import Role
 
 PERIOD_S = 1.0
 LATE_S = 0.5  # an engine counts some of it shortly after the client has its answer

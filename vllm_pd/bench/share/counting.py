@@ -8,8 +8,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from vllm_pd.bench.share.requests import TraceRequest
-from vllm_pd.core.hashes import pack_tokens
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol.hashes import pack_tokens
 from vllm_pd.router.tokenizer import Prompt, Tokenizer, flattened
 
 TOKEN_MASK = 0xFFFFFFFF

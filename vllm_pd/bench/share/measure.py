@@ -20,8 +20,8 @@ from vllm_pd.bench.share.requests import NoRequestError, Skip, requests_of
 from vllm_pd.bench.share.tree import PromptTree
 from vllm_pd.bench.simulation.oracle import most_hits
 from vllm_pd.bench.simulation.uses import BlockNames, BlockUses
-from vllm_pd.core.hashes import TOKEN_BYTES, chain
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol.hashes import TOKEN_BYTES, chain
 
 DEFAULT_SHARES = (0.1, 0.3, 1.0)  # of the distinct blocks
 SHOW_EVERY_TOKENS = 1_000_000

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.options import Option
+from vllm_pd.settings.options import Option
 
 UNITS = ("words", "bytes")
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy
 
-from vllm_pd.core.hashes import TOKEN_BYTES
+from vllm_pd.protocol.hashes import TOKEN_BYTES
 
 
 class SharedPrefix(NamedTuple):
@@ -60,7 +60,7 @@ class PromptTree:
         return len(self._starts) - 1
 
     def add(self, packed: bytes, line: int) -> int:
-        """Adds a prompt, as `vllm_pd.core.hashes.pack_tokens` gives it. Returns how many tokens at its start are
+        """Adds a prompt, as `vllm_pd.protocol.hashes.pack_tokens` gives it. Returns how many tokens at its start are
         also the start of an earlier prompt."""
         prompt = numpy.frombuffer(packed, numpy.uint32)
         node = at = 0

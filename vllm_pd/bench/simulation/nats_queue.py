@@ -10,7 +10,7 @@ import collections
 import msgspec
 
 from vllm_pd.broker.preference import PrefillPreference
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 
 class SimNatsQueue:

@@ -2,10 +2,10 @@
 """Simulated prefill engines beside the workers of a trace, which are then decode engines.
 
 The broker's own registry gives them the jobs, or a queue without a choice (`nats_queue`), in simulated time. A decode
-engine hands a prompt over by the rules of `vllm_pd.core.policy` that matter here: enough tokens that it has not cached,
-a short queue, few parked blocks. The prompt's blocks are set aside there until the prefill engine has computed it. That
-one has an allocator and a queue of its own, computes one prompt at a time, and what it holds is its hit. Messages and
-transfers take no time.
+engine hands a prompt over by the rules of `vllm_pd.decisions.policy` that matter here: enough tokens that it has not
+cached, a short queue, few parked blocks. The prompt's blocks are set aside there until the prefill engine has computed
+it. That one has an allocator and a queue of its own, computes one prompt at a time, and what it holds is its hit.
+Messages and transfers take no time.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_pd.bench.simulation.nats_queue import SimNatsQueue
 from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.bench.simulation.workers import SimRun, SimSpeed, SimWorker
 from vllm_pd.broker.registry import QueueLimits, Registry
-from vllm_pd.core import messages as m
+from vllm_pd.protocol import messages as m
 
 HEARTBEAT_S = 1.0
 DEADLINE_S = 1e6  # no job is given up

@@ -15,7 +15,7 @@ class BlockNames:
         self._prompts = array("I")
 
     def add(self, names: Sequence[int], prompt_blocks: int) -> None:
-        """The next request: the names (`vllm_pd.core.hashes`) of its full blocks. The first `prompt_blocks` of them
+        """The next request: the names (`vllm_pd.protocol.hashes`) of its full blocks. The first `prompt_blocks` of them
         are its prompt's, the others its answer's."""
         self._names.extend(names)
         self._ends.append(len(self._names))

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listing the engines that are registered at a broker."""
+
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import zmq
+
+from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.protocol import messages
+from vllm_pd.protocol.messages import Member, Peers
+from vllm_pd.rpc.addresses import parse_endpoint, parse_nats
+from vllm_pd.rpc.call import Call
+from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
+from vllm_pd.settings.engine import PDConfig
+from vllm_pd.settings.options import Option
+
+TTL_S = next(key.default for key in PDConfig.settings() if key.name == "ttl_s")
+
+
+@dataclass(frozen=True)
+class MemberList:
+    """The engines that are registered at a broker, and the number of jobs in its queue."""
+    members: tuple[Member, ...]
+    queue_length: int
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a command reaches brokers and engines, as in the engines' settings of these names. Times in seconds."""
+    keys: Annotated[str | None, Option("The cluster's key, made by `vllm-pd keys`; needed beyond the loopback.",
+                                       metavar="FILE")] = None
+    nats_credentials: Annotated[str | None, Option("The NATS user's file.", metavar="FILE")] = None
+    nats_ca: Annotated[str | None, Option("Certificates to check a tls:// server with.", metavar="FILE")] = None
+    nats_prefix: Annotated[str, Option("As nats_prefix in the engines' settings.")] = DEFAULT_PREFIX
+    ttl_s: Annotated[float, Option("As ttl_s in the engines' settings: over NATS, one that has sent nothing for this "
+                                   "long is gone.")] = TTL_S
+
+    def load_keys(self) -> Keys | None:
+        """The cluster's key; None without a file. Raises ConfigError for an invalid file."""
+        return None if self.keys is None else Keys.load(self.keys, "--keys")
+
+    def nats(self, key: str, broker: str) -> NatsAddress:
+        """The NATS address `broker`, given as option `key`. Raises ConfigError for an invalid option or file."""
+        PDConfig.check_number("ttl_s", self.ttl_s, "--ttl-s")
+        if self.nats_credentials is not None:
+            check_credentials("--nats-credentials", self.nats_credentials)
+        if self.nats_ca is not None:
+            check_certificates("--nats-ca", self.nats_ca)
+            check_encrypted("--nats-ca", self.nats_ca, broker)
+        url = parse_nats(key, broker, keyed=self.nats_credentials is not None)
+        return NatsAddress.of(url, self.nats_prefix, self.nats_credentials, self.nats_ca)
+
+
+def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
+                 key: str = "--broker", context: zmq.Context | None = None) -> MemberList:
+    """Ask the broker for its engines. `context` is as for `Call`. Raises ConfigError, naming `key`, for an invalid
+    address, ControlError without an answer in time, OtherProtocol where the broker has another protocol version."""
+    access = access or Access()
+    if NatsAddress.is_url(broker):
+        try:
+            from vllm_pd.broker.nats_members import list_nats_members
+        except ImportError as error:
+            raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
+        members, queue_length = list_nats_members(access.nats(key, broker), access.ttl_s, timeout_s)
+        return MemberList(tuple(members), queue_length)
+    keys = access.load_keys()
+    host, port = parse_endpoint(key, broker, keyed=keys is not None)
+    return _ask(f"tcp://{host}:{port}", keys, timeout_s, context)
+
+
+def _ask(broker: str, keys: Keys | None, timeout_s: float, context: zmq.Context | None) -> MemberList:
+    deadline = time.monotonic() + timeout_s
+    with Call("broker", broker, keys, only_connected=True, context=context) as call:
+        if not call.say(messages.ListMembers(), deadline):
+            raise ControlError(f"no broker answers at {broker}: there is none, or it has another key")
+        for _, message in call.answers(deadline):
+            if isinstance(message, Peers):
+                return MemberList(tuple(message.members), message.queue_length)
+    raise ControlError(f"what listens at {broker} does not answer")

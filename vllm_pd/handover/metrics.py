@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine counts about handing prefills over, as it appears on /metrics beside upstream's own figures.
+
+Under `vllm serve` of engine V0 the engine is a process of its own: prometheus_client writes its values to
+PROMETHEUS_MULTIPROC_DIR, and the front end adds them up. Of engine V1 the front end counts, for each data-parallel rank
+by itself, as the label `engine` says. With several processes each gets some of an engine's figures: a gauge's value is
+then the one that was set last, by whichever process.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Self
+
+import prometheus_client
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from vllm_pd.peer.degraded import Cause
+
+STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
+OUTCOMES = ("done", "failed", "cancelled", "expired")
+READ_OUTCOMES = ("done", "failed", "late")
+HOLD_EVENTS = ("made", "full", "done", "dropped", "expired", "lost", "closed", "unused")
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+HANDOVER_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
+
+
+class FamilyCollector(Collector):
+    """A collector of all metric families that a subclass has as attributes. They live as long as the process. All its
+    engines share them and differ in their labels: `model_name`, and with `by_engine` also `engine`.
+
+    The families are not registered one by one: upstream's stat logger, which is built after the scheduler, drops every
+    collector whose `_name` contains "vllm", and a second engine in the process would register the same names twice.
+    """
+    def __init__(self, by_engine: bool = False) -> None:
+        self._labels = ["model_name", "engine"] if by_engine else ["model_name"]
+        self._by_engine = by_engine
+
+    @classmethod
+    @functools.cache
+    def of_process(cls, by_engine: bool = False) -> Self:
+        """The process's only object of this class with these labels, registered for /metrics."""
+        families = cls(by_engine)
+        prometheus_client.REGISTRY.register(families)
+        return families
+
+    @classmethod
+    def of_engine(cls, model_name: str, engine: int | None) -> tuple[Self, tuple[str, ...]]:
+        """The process's object for the figures of one engine, and the values of their common labels. `engine` is its
+        number in the front end; None: the figures have no such label."""
+        labels = (model_name, ) if engine is None else (model_name, str(engine))
+        return cls.of_process(engine is not None), labels
+
+    def counter(self, name: str, text: str, *labels: str) -> prometheus_client.Counter:
+        """A counter. `labels`: those beside the common ones."""
+        return prometheus_client.Counter(name, text, [*self._labels, *labels], registry=None)
+
+    def gauge(self, name: str, text: str, *labels: str, ended: bool = True) -> prometheus_client.Gauge:
+        """A gauge. `ended`: whether the value of a process that has ended counts."""
+        mode = "mostrecent" if self._by_engine else "sum" if ended else "livesum"
+        return prometheus_client.Gauge(name, text, [*self._labels, *labels], registry=None, multiprocess_mode=mode)
+
+    def histogram(self, name: str, text: str, *labels: str) -> prometheus_client.Histogram:
+        """A histogram of seconds."""
+        return prometheus_client.Histogram(name, text, [*self._labels, *labels], registry=None,
+                                           buckets=HANDOVER_BUCKETS_S)
+
+    def collect(self) -> Iterator[Metric]:
+        """The families with their samples."""
+        for family in self._families():
+            yield from family.collect()
+
+    def describe(self) -> Iterator[Metric]:
+        """The families without samples."""
+        for family in self._families():
+            yield from family.describe()
+
+    def _families(self) -> list[MetricWrapperBase]:
+        return [value for value in vars(self).values() if isinstance(value, MetricWrapperBase)]
+
+
+class HandoverFamilies(FamilyCollector):
+    """What is counted about hand-overs; docs/operations.md says what each means."""
+
+    def __init__(self, by_engine: bool = False) -> None:
+        super().__init__(by_engine)
+        counter, gauge, histogram = self.counter, self.gauge, self.histogram
+        self.decisions = counter("vllm:pd_decisions_total", "Where prompts were prefilled, and why.",
+                                 "decision", "reason")
+        self.asked = counter("vllm:pd_asked_total", "Requests that asked for a place, and where they were prefilled.",
+                             "asked", "decision")
+        self.attempts = counter("vllm:pd_attempts_total", "Remote prefills by how they ended.", "outcome")
+        self.handover = histogram(
+            "vllm:pd_handover_seconds", "Time of a remote prefill by stage: queue (submitted to taken by a prefill "
+            "engine), claim (taken to granted), prefill, transfer, first_step (scheduled again to first token).",
+            "stage")
+        self.parked = histogram(
+            "vllm:pd_parked_seconds", "How long a request was parked that was prefilled remotely, until it was "
+            "scheduled again.")
+        self.parked_blocks = gauge("vllm:pd_parked_blocks", "KV blocks of requests that wait for a remote prefill.")
+        self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts and jobs that a "
+                                        "transfer might still fill.")
+        self.sending_blocks = gauge("vllm:pd_sending_blocks", "KV blocks that this engine is sending to a decode one.")
+        self.held_blocks = gauge("vllm:pd_held_blocks", "KV blocks that this engine keeps for decode engines to read.")
+        self.holds = counter("vllm:pd_holds_total", "Prompts kept for decode engines to read, by what became of them.",
+                             "event")
+        self.role = gauge("vllm:pd_role", "1 for the role in which this engine acts at present.", "role", ended=False)
+        self.draining = gauge("vllm:pd_draining", "1 once this engine takes nothing new.")
+        self.control_dead = gauge("vllm:pd_control_dead", "1 once this engine's control thread has ended.")
+        self.degraded = gauge("vllm:pd_degraded", "1 for the reason why this engine has nobody to work with, if there "
+                              "is one.", "reason", ended=False)
+        self.transfer_bytes = counter("vllm:pd_transfer_bytes_total", "KV bytes of completed hand-overs.")
+        self.jobs = counter("vllm:pd_jobs_total", "Prompts of other engines' clients that were prefilled here.")
+        self.job_tokens = counter("vllm:pd_job_tokens_total", "Their tokens, prefix hits and reads included.")
+        self.prefix_reads = counter("vllm:pd_prefix_reads_total", "Reads of a prompt's beginning from the decode "
+                                    "engine's cache by how they ended: done, failed, or late (over after its use).",
+                                    "outcome")
+        self.prefix_read_bytes = counter("vllm:pd_prefix_read_bytes_total", "KV bytes of completed prefix reads.")
+        self.frames_dropped = counter("vllm:pd_frames_dropped_total", "Control messages that were refused.", "kind")
+
+
+class PDMetrics:
+    """The figures of one engine. Created and used by the engine binding, in the thread of the step loop.
+
+    Gauges are attributes with `.set(blocks)`. No method raises for a new label value. `engine` is its number in the
+    front end; None: the figures have no such label.
+    """
+
+    def __init__(self, model_name: str, engine: int | None = None) -> None:
+        self._families, self._labels = families, labels = HandoverFamilies.of_engine(model_name, engine)
+        self.parked_blocks = families.parked_blocks.labels(*labels)
+        self.quarantined_blocks = families.quarantined_blocks.labels(*labels)
+        self.sending_blocks = families.sending_blocks.labels(*labels)
+        self.held_blocks = families.held_blocks.labels(*labels)
+        for event in HOLD_EVENTS:
+            families.holds.labels(*labels, event)
+        self._transfer_bytes = families.transfer_bytes.labels(*labels)
+        self._handover = {stage: families.handover.labels(*labels, stage) for stage in STAGES}
+        self._parked = families.parked.labels(*labels)
+        for cause in Cause:
+            families.degraded.labels(*labels, cause.value)
+        for outcome in OUTCOMES:
+            families.attempts.labels(*labels, outcome)
+        self._jobs = families.jobs.labels(*labels)
+        self._job_tokens = families.job_tokens.labels(*labels)
+        self._prefix_read_bytes = families.prefix_read_bytes.labels(*labels)
+        for outcome in READ_OUTCOMES:
+            families.prefix_reads.labels(*labels, outcome)
+
+    def degraded(self, reason: str | None) -> None:
+        """Set why the engine is degraded (a value of `peer.degraded.Cause`); None where it is not."""
+        for cause in Cause:
+            self._families.degraded.labels(*self._labels, cause.value).set(cause.value == reason)
+
+    def standing(self, role: str, draining: bool, control_dead: bool) -> None:
+        """Set the engine's present role, whether it drains, and whether its control thread has ended."""
+        for one in ROLES:
+            self._families.role.labels(*self._labels, one).set(one == role)
+        self._families.draining.labels(*self._labels).set(draining)
+        self._families.control_dead.labels(*self._labels).set(control_dead)
+
+    def decision(self, decision: str, reason: str) -> None:
+        """Count one prompt's final decision, "remote" or "local". `reason` is a value of `decisions.policy.Reason`."""
+        self._families.decisions.labels(*self._labels, decision, reason).inc()
+
+    def asked(self, asked: str, decision: str) -> None:
+        """Count one such decision of a prompt whose request asks for a place (`decisions.policy.AskedPlace`)."""
+        self._families.asked.labels(*self._labels, asked, decision).inc()
+
+    def attempt(self, outcome: str) -> None:
+        """Count one attempt that has ended. `outcome` is one of OUTCOMES."""
+        self._families.attempts.labels(*self._labels, outcome).inc()
+
+    def handover(self, stage: str, seconds: float) -> None:
+        """Record the duration of one stage (see STAGES) of one hand-over."""
+        self._handover[stage].observe(seconds)
+
+    def parked(self, seconds: float) -> None:
+        """Record for how long a request was parked whose KV has arrived."""
+        self._parked.observe(seconds)
+
+    def transfer_bytes(self, count: int) -> None:
+        """Count the KV bytes of a hand-over that is done."""
+        self._transfer_bytes.inc(count)
+
+    def job(self, tokens: int) -> None:
+        """Count a peer's prompt of so many tokens that was prefilled here."""
+        self._jobs.inc()
+        self._job_tokens.inc(tokens)
+
+    def prefix_read(self, outcome: str, count: int) -> None:
+        """Count one prefix read that has ended (see READ_OUTCOMES), and its bytes that are used."""
+        self._families.prefix_reads.labels(*self._labels, outcome).inc()
+        self._prefix_read_bytes.inc(count)
+
+    def hold(self, event: str) -> None:
+        """Count what became of a hold (see HOLD_EVENTS), here or, for `unused`, of one that a request named."""
+        self._families.holds.labels(*self._labels, event).inc()
+
+    def frames_dropped(self, kind: str, count: int = 1) -> None:
+        """Count control messages that changed nothing. docs/operations.md lists the kinds."""
+        self._families.frames_dropped.labels(*self._labels, kind).inc(count)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An operator's orders to a running engine: drain, change the role, report the status."""
+import time
+from dataclasses import dataclass
+
+from vllm_pd.broker.members import Access, list_members
+from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.protocol import messages as m
+from vllm_pd.rpc.call import Call
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine's control socket is, and the engine's incarnation, where that is known."""
+    address: str
+    incarnation: str | None = None
+
+
+def find_engine(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> EngineAddress:
+    """The registered engine whose incarnation begins with `engine`. A `tcp://` address is taken as it is, because an
+    engine that has drained is no longer registered. Raises ConfigError where no engine or more than one fits, and what
+    `list_members` raises."""
+    if engine.startswith("tcp://"):
+        return EngineAddress(engine)
+    members = list_members(broker, timeout_s, access).members
+    found = [member for member in members if engine and member.incarnation.startswith(engine)]
+    if len(found) == 1:
+        return EngineAddress(found[0].address, found[0].incarnation)
+    listed = ", ".join(map(introduce, found or members))
+    raise ConfigError("ENGINE", engine, f"{'more than one begins so' if found else 'no such engine is registered'}: "
+                      f"write one of {listed or 'those that you start; there is none now'}")
+
+
+def introduce(member: m.Member) -> str:
+    """A registry entry on one line."""
+    return (f"{member.incarnation[:12]} ({member.role.value}{', draining' if member.draining else ''} at "
+            f"{member.address})")
+
+
+class Operator:
+    """A connection to one engine, for orders. Also a context manager."""
+
+    def __init__(self, target: EngineAddress, access: Access):
+        self.target = target
+        self._call = Call("engine", target.address, access.load_keys(), only_connected=False)
+
+    def __enter__(self) -> "Operator":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def tell(self, order: m.Message, timeout_s: float = 5.0) -> m.StatusReply:
+        """Send an order; returns the engine's status after it. Raises ControlError without an answer in time, or where
+        the engine refuses. Where the incarnation is known, it is checked before an order that changes anything: the
+        registry lists an engine for a while after its end, and another may have its address by then."""
+        deadline = time.monotonic() + timeout_s
+        if self.target.incarnation is not None and not isinstance(order, m.Status):
+            self._ask(m.Status(), deadline)
+        reply = self._ask(order, deadline)
+        if reply.problem:
+            raise ControlError(reply.problem)
+        return reply
+
+    def _ask(self, message: m.Message, deadline: float) -> m.StatusReply:
+        self._call.say(message, deadline)
+        for sender, reply in self._call.answers(deadline):
+            if self.target.incarnation not in (None, sender):
+                raise ControlError(f"another engine listens at {self.target.address} by now: {sender}")
+            if isinstance(reply, m.StatusReply):
+                return reply
+        raise ControlError(f"the engine at {self.target.address} does not answer: it is stopped or gone, or has "
+                           "another key")
+
+    def drain(self, timeout_s: float) -> m.StatusReply:
+        """Have the engine drained, and wait until it is or `timeout_s` is over. Returns its last status."""
+        deadline = time.monotonic() + timeout_s
+        reply = self.tell(m.Drain())
+        while not is_drained(reply) and time.monotonic() < deadline:
+            time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            reply = self.tell(m.Status())
+        return reply
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._call.close()
+
+
+def is_drained(reply: m.StatusReply) -> bool:
+    """Whether the engine has nothing open and has left the registry."""
+    return bool(reply.gauges.get("drained"))
+
+
+def describe(reply: m.StatusReply) -> list[str]:
+    """The lines of a status."""
+    member = reply.member
+    state = "drained" if is_drained(reply) else "draining" if member.draining else "serving"
+    return [f"engine {member.incarnation} at {member.address}: {member.role.value}, {state}",
+            *([f"  degraded, {reply.degraded}"] if reply.degraded else []),
+            *(f"  {name:<15} {value}" for name, value in reply.gauges.items())]

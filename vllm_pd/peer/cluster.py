@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine knows of its broker and, through it, of the other engines. Pure; the caller holds the lock."""
+import collections
+from collections.abc import Collection
+
+import msgspec
+
+from vllm_pd.errors import PeerMismatch
+from vllm_pd.protocol import messages as m
+
+SILENT_HEARTBEATS = 3
+ASLEEP_HEARTBEATS = 1.5  # without a `check`, which comes at least once a heartbeat unless this process is suspended
+MAX_DEAD = 4096
+REFUSAL_KEPT_S = 60.0
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """For the policy. `prefill_peers` counts those that fit, have greeted us, are not known to be dead, and between
+    which and us no transfer has failed that may still land; `mismatch` says why another one does not fit."""
+    broker_up: bool
+    queue_length: int
+    prefill_peers: int
+    mismatch: str | None
+
+
+class ClusterView:
+    """Heartbeats, the registry as it was last sent, and which engines are dead as a fact."""
+
+    def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float):
+        self.member = member
+        self.heartbeat_s = heartbeat_s
+        self.silent_s = min(ttl_s, SILENT_HEARTBEATS * heartbeat_s)
+        self.broker = ""
+        self.version = 0
+        self.queue_length = 0
+        self.up = False
+        self.heard_at = 0.0
+        self._checked_at = 0.0
+        self.next_heartbeat = 0.0
+        self.mismatch: str | None = None  # with one that is registered
+        self._refused: str | None = None
+        self._refused_at = 0.0
+        self._members: dict[str, m.Member] = {}
+        self._dead: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._prefills: list[m.Member] = []
+        self.queue_tokens: int | None = None  # prompt tokens that wait at the broker; None: not known
+        self._loads: dict[str, m.PrefillLoad] = {}  # as last reported
+
+    def heard(self, now: float, broker: str, queue_length: int) -> bool:
+        """A message of the broker has come. Returns whether it is another process than the one before."""
+        self.heard_at = now
+        self.up = True
+        self.queue_length = queue_length
+        new, self.broker = broker != self.broker, broker
+        if new:
+            self.version = 0
+        return new
+
+    def peers(self, message: m.Peers) -> None:
+        """The whole registry has come."""
+        self.version = message.version
+        self._members = {member.incarnation: member for member in message.members}
+        self._loads = {name: m.PrefillLoad.of(member) for name, member in self._members.items()}
+        self._sort_members()
+
+    def loads(self, message: m.Heard) -> None:
+        """The answer to a heartbeat has come, with what waits where."""
+        self.queue_tokens = message.queue_tokens
+        self._loads.update((load.incarnation, load) for load in message.loads if load.incarnation in self._members)
+
+    def prefill_loads(self, greeted: Collection[str], avoid: Collection[str] = ()) -> list[m.PrefillLoad]:
+        """The loads of the prefill engines that `view` counts, as last reported."""
+        return [self._loads.get(name) or m.PrefillLoad(name) for name in self.prefills(greeted) if name not in avoid]
+
+    def dead(self, incarnation: str) -> None:
+        """The process of this engine is gone, as a fact."""
+        self._dead[incarnation] = None
+        if len(self._dead) > MAX_DEAD:
+            self._dead.popitem(last=False)
+        self._sort_members()
+
+    def is_dead(self, incarnation: str) -> bool:
+        """Whether the process of this engine is known to be gone."""
+        return incarnation in self._dead
+
+    def listed(self) -> m.Member | None:
+        """The entry of this engine in the registry; None where there is none."""
+        return self._members.get(self.member.incarnation)
+
+    def check(self, now: float) -> None:
+        """A broker that has been silent for too long is away. Not right after this process was suspended: it has not
+        asked the broker in the meantime."""
+        if self.up and now - self._checked_at > ASLEEP_HEARTBEATS * self.heartbeat_s:
+            self.heard_at = max(self.heard_at, now - self.heartbeat_s)
+        self._checked_at = now
+        if self.up and now - self.heard_at >= self.silent_s:
+            self.up = False
+
+    def next_timeout(self) -> float:
+        """When a heartbeat or `check` is due."""
+        return min(self.next_heartbeat, self.heard_at + self.silent_s) if self.up else self.next_heartbeat
+
+    def members(self) -> list[m.Member]:
+        """The registry without this engine and the dead ones."""
+        return [member for name, member in self._members.items()
+                if name != self.member.incarnation and name not in self._dead]
+
+    def prefills(self, greeted: Collection[str]) -> list[str]:
+        """The registered prefill engines that fit and are in `greeted`: one that can't reach us takes no job."""
+        return [member.incarnation for member in self._prefills if member.incarnation in greeted]
+
+    def refused(self, now: float, mismatch: str) -> None:
+        """A peer did not fit when it sent a message to us."""
+        self._refused, self._refused_at = mismatch, now
+
+    def view(self, now: float, own_queued: int, greeted: Collection[str],
+             avoid: Collection[str] = ()) -> QueueView:
+        """For the policy. `greeted` are the prefill engines that have said hello to us and can hand over. The broker's
+        queue length is up to a heartbeat old, our own part of it is not."""
+        prefills = sum(name not in avoid for name in self.prefills(greeted))
+        return QueueView(self.up, max(self.queue_length, own_queued), prefills, self.find_mismatch(now))
+
+    def find_mismatch(self, now: float) -> str | None:
+        """Why another engine does not fit: a registered one, or one that sent us a message lately."""
+        return self.mismatch or (self._refused if now - self._refused_at < REFUSAL_KEPT_S else None)
+
+    def _sort_members(self) -> None:
+        """Find out which members fit."""
+        ours = self.member.fingerprint
+        self._prefills = []
+        self.mismatch = None
+        for member in self.members():
+            difference = ours.first_difference(member.fingerprint)
+            if difference is not None:
+                self.mismatch = str(PeerMismatch(*difference))
+            elif member.role.prefills and not member.draining:
+                self._prefills.append(member)

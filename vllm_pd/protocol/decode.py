@@ -1,0 +1,584 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode engine's half of the protocol: every attempt that it has open.
+
+Life of an attempt: `submit` puts a job on the queue (QUEUED); the first claim gets its blocks (GRANTED); the last
+rank's notice ends it (DONE). Or it ends as FAILED (P's message, P's death, no queue, no P), CANCELLED (`abort`) or
+EXPIRED (lease or deadline). An end is final and comes once.
+
+The *fence* is separate from the state: from the grant on, P may write the blocks. They are free again only by a message
+of P (failed, stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended while
+its fence is up is kept, and P is asked to stop again and again, until one of these comes. Then the record is deleted; a
+message about an attempt without a record changes nothing but a counter.
+"""
+import collections
+from collections.abc import Callable, Collection
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from vllm_pd.errors import PeerMismatch
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
+    Action,
+    AttemptEnd,
+    Fallback,
+    FallbackReason,
+    Prefilled,
+    Released,
+    Timed,
+    ToBroker,
+    ToPrefill,
+)
+from vllm_pd.protocol.hold_reads import HoldReads
+
+_LONG_AGO, _NEVER = float("-inf"), float("inf")
+KEPT_DONE = 256  # attempts whose Sent may still come after their end
+
+
+class AttemptState(Enum):
+    """Where an attempt is on D."""
+    QUEUED = "queued"
+    GRANTED = "granted"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the attempt has ended: the engine has its event."""
+        return self not in (AttemptState.QUEUED, AttemptState.GRANTED)
+
+
+class DecodeLimits(msgspec.Struct, frozen=True):
+    """Durations that bound an attempt, how many Ps are remembered, and which side brings a fence down."""
+    lease_s: float = 30.0
+    deadline_s: float = 120.0
+    claim_retry_s: float = 2.0
+    max_unclaimed: int = 5  # so often a job may be taken from the queue and not be claimed
+    ttl_s: float = 5.0
+    cancel_retry_max_s: float = 10.0
+    max_peers: int = 1024
+    own_fence: bool = False  # the transport is two-sided: our own ranks bring the fence down, and P does not
+
+
+class _Record:
+    """One open attempt. Times are those of the caller's clock."""
+
+    def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
+                 avoid: tuple[str, ...], priority: int):
+        self.attempt = attempt
+        self.avoid = avoid
+        self.priority = priority
+        self.token_ids = token_ids
+        self.block_ids = block_ids
+        self.cached_blocks = cached_blocks
+        self.state = AttemptState.QUEUED
+        self.fenced = False
+        self.given_up = False  # by P, whose writes may land until P or this engine has ended
+        self.submitted = self.deadline = self.next_put = 0.0
+        self.times_queued = 0  # by the present broker; each time but the last, a P has taken it and has not claimed it
+        self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
+        self.peers_lost_at: float | None = None
+        self.peer = ""
+        self.claim = -1
+        self.ranks = 1
+        self.writing_at: float | None = None
+        self.arrived: set[int] = set()
+        self.timings = m.Timings()
+
+
+class DecodeProtocol:
+    """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does.
+    `parted` are the engines with which a transfer has failed that may still land: no further one begins until they are
+    dead. Both halves of an engine have the same set, and add to it."""
+
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits,
+                 parted: set[str] | None = None):
+        self.member = member
+        self.limits = limits
+        self.mismatch: str | None = None
+        self.hello_reply = m.HelloReply(member, transfer_metadata)
+        self.counters: m.Counters = collections.Counter()
+        self.dropped: m.Counters = collections.Counter()
+        self.peers: dict[str, m.Member] = {}
+        self.parted: set[str] = set() if parted is None else parted
+        self._listed: Collection[str] = ()  # see `peers_are`
+        self.reads = HoldReads(member, limits.ttl_s, limits.claim_retry_s / 4, limits.lease_s, self.counters,
+                               self.dropped)
+        self._records: dict[m.Attempt, _Record] = {}
+        self._done: dict[m.Attempt, _Record] = {}
+        self._done_order: collections.deque[m.Attempt] = collections.deque()
+        self._last_number = -1
+        self._broker_lost_at: float | None = None
+        self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
+            m.Hello: self._on_hello,
+            m.Claim: self._on_claim,
+            m.Renew: self._on_renew,
+            m.Writing: self._on_writing,
+            m.Sent: self._on_sent,
+            m.Failed: self._on_failed,
+            m.GaveUp: self._on_gave_up,
+            m.Stopped: self._on_stopped,
+            m.HoldGrant: self._on_hold,
+            m.HoldDenied: self._on_hold,
+            m.HoldQuery: self._on_hold,
+        }
+
+    # Calls of the engine.
+
+    def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
+               cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None,
+               priority: int = 0) -> list[Action]:
+        """Queue a job for any P but those to `avoid`. The caller keeps the blocks set aside until `Prefilled` or
+        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. `priority`: see `Job`.
+        Attempt numbers must grow from call to call (ValueError), or a late notice could be taken for another
+        attempt's."""
+        if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
+            raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
+        self._last_number = attempt.number
+        priority = max(-m.MAX_PRIORITY, min(m.MAX_PRIORITY, int(priority)))  # a client's may be any number
+        record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority)
+        self._records[attempt] = record
+        record.submitted = now
+        record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
+        if len(attempt.request_id) > m.MAX_ID_CHARS:
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FEATURE, "the request id is too long")
+        if self._broker_lost_at is not None:
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.BROKER, "no answer from the broker")
+        return self._put(now, record)
+
+    def abort(self, now: float, attempt: m.Attempt) -> list[Action]:
+        """The client is gone. This call ends the attempt; `Released` follows when the blocks may be reused."""
+        record = self._records.get(attempt)
+        if record is None or record.state.ended:
+            return []
+        return self._end(now, record, AttemptEnd.CANCELLED, None)
+
+    def arrived(self, now: float, attempt: m.Attempt, rank: int) -> list[Action]:
+        """The transfer's notice: all of this rank's data is in our blocks."""
+        record = self._records.get(attempt)
+        if record is None or not record.fenced or not 0 <= rank < record.ranks:
+            return self._drop("notice_unknown")
+        if rank in record.arrived:
+            return self._drop("notice_duplicate")
+        record.arrived.add(rank)
+        if len(record.arrived) < record.ranks:
+            return []
+        if record.state.ended:
+            return self._p_stopped(now, record, FallbackReason.FAILED, "")
+        record.state = AttemptState.DONE
+        self.counters["done"] += 1
+        del self._records[attempt]
+        if not record.timings.measured:
+            self._remember(record)
+        return [Prefilled(attempt, record.timings)]
+
+    def grant_closed(self, now: float, attempt: m.Attempt) -> list[Action]:
+        """With `own_fence`, after the attempt has ended: our ranks receive nothing for it any more, whatever P does."""
+        record = self._records.get(attempt)
+        if record is None or not record.state.ended or not self.limits.own_fence:
+            return []
+        return self._release(record)
+
+    # Messages of others.
+
+    def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
+        """A message from a P."""
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return self._drop("unexpected")
+        return handler(now, sender, message)
+
+    def put_reply(self, now: float, reply: m.PutReply) -> list[Action]:
+        """The answer of the broker to a `Put`."""
+        record = self._records.get(reply.attempt)
+        if record is None or record.state is not AttemptState.QUEUED:
+            return [] if reply.refusal is None else self._drop("put_reply_unknown")
+        if reply.refusal is m.PutRefusal.FULL:
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.QUEUE, "the prefill queue is full")
+        if reply.refusal is not None:  # a broker that has just started has no members yet
+            record.next_put = min(record.next_put, now + self.limits.claim_retry_s / 10)
+        record.times_queued += reply.is_new
+        if record.times_queued > self.limits.max_unclaimed:
+            return self._end(now, record, AttemptEnd.FAILED, FallbackReason.PEER,
+                             f"it was offered {self.limits.max_unclaimed} times, and no claim has come")
+        return []
+
+    def put_failed(self, now: float, attempt: m.Attempt) -> list[Action]:
+        """The broker could not be reached when the first `Put` of this attempt was to be sent."""
+        record = self._records.get(attempt)
+        if (record is None or record.state is not AttemptState.QUEUED
+                or now - record.submitted >= self.limits.claim_retry_s):
+            return []
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.BROKER, "the broker can't be reached")
+
+    def unclaimable(self, now: float, attempt: m.Attempt, detail: str) -> list[Action]:
+        """No P will claim this attempt, whose job went another way than the queue. No effect once one has."""
+        record = self._records.get(attempt)
+        if record is None or record.state is not AttemptState.QUEUED:
+            return []
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.PEER, detail)
+
+    def broker_is(self, now: float, up: bool) -> list[Action]:
+        """Whether the broker answers. Jobs wait `ttl_s` for its return, and are put again when it is back."""
+        if not up:
+            if self._broker_lost_at is None:
+                self._broker_lost_at = now
+            return []
+        if self._broker_lost_at is None:
+            return []
+        self._broker_lost_at = None
+        return self.requeue(now)
+
+    def requeue(self, now: float) -> list[Action]:
+        """Put every unclaimed job again: the broker that had them is gone."""
+        actions: list[Action] = []
+        for record in list(self._records.values()):
+            if record.state is AttemptState.QUEUED:
+                record.times_queued = 0
+                actions += self._put(now, record)
+        return actions
+
+    def peers_are(self, now: float, live: Collection[str], listed: Collection[str] = ()) -> None:
+        """The compatible Ps that are known, and, where some are parted, all engines of the registry. A job waits
+        `ttl_s` for a P that it need not avoid."""
+        self._listed = listed
+        for record in self._records.values():
+            if record.state is not AttemptState.QUEUED:
+                continue
+            if any(name not in record.avoid for name in live):
+                record.peers_lost_at = None
+            elif record.peers_lost_at is None:
+                record.peers_lost_at = now
+
+    def peer_dead(self, now: float, incarnation: str) -> list[Action]:
+        """The process of a P is gone, as a fact: it will never write again."""
+        self.peers.pop(incarnation, None)
+        self.parted.discard(incarnation)
+        actions = self.reads.peer_dead(incarnation)
+        for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
+            actions += self._p_stopped(now, record, FallbackReason.PEER, "the prefill engine died")
+        return actions
+
+    def shut(self, now: float, detail: str) -> list[Action]:
+        """The control thread ends: every open attempt falls back. Fences stay up, for P can't be heard any more."""
+        actions = self.reads.shut(detail)
+        for record in list(self._records.values()):
+            if not record.state.ended:
+                actions += self._end(now, record, AttemptEnd.FAILED, FallbackReason.CONTROL, detail)
+        self._broker_lost_at = now
+        return actions
+
+    # Time.
+
+    def handle_timeout(self, now: float) -> list[Action]:
+        """Do what is due."""
+        actions = self.reads.handle_timeout(now)
+        for record in list(self._records.values()):
+            if self._due(record) <= now:
+                actions += self._on_due(now, record)
+        return actions
+
+    def next_timeout(self) -> float | None:
+        """When `handle_timeout` is next due; None where nothing is."""
+        held = self.reads.next_timeout()
+        due = min([_NEVER if held is None else held, *(self._due(record) for record in self._records.values())])
+        return None if due == _NEVER else due
+
+    # State, for the engine and the tests.
+
+    def uncomputed(self) -> dict[str, list[int]]:
+        """The prompt tokens, without what is cached here, of each job that no P has computed as far as is known: by the
+        P that has it, or by "" of those that nobody has claimed."""
+        found: dict[str, list[int]] = {}
+        for record in self._records.values():
+            if self._is_uncomputed(record):
+                taken = record.peer if record.state is AttemptState.GRANTED else ""
+                found.setdefault(taken, []).append(self._new_tokens(record))
+        return found
+
+    def taken(self, now: float) -> dict[str, list[tuple[int, float]]]:
+        """Those of `uncomputed` that a P has, by P: their tokens, and for how many seconds it has each."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for record in self._records.values():
+            if record.state is AttemptState.GRANTED and self._is_uncomputed(record):
+                found.setdefault(record.peer, []).append((self._new_tokens(record), max(0.0, now - record.granted_at)))
+        return found
+
+    def states(self) -> dict[m.Attempt, AttemptState]:
+        """All attempts that still have a record."""
+        return {attempt: record.state for attempt, record in self._records.items()}
+
+    def fenced(self) -> dict[m.Attempt, str]:
+        """Attempts whose blocks a P may write, and which P."""
+        return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
+
+    def given_up(self) -> set[m.Attempt]:
+        """Attempts that end with P's death or with this engine."""
+        return {attempt for attempt, record in self._records.items() if record.given_up}
+
+    def busy_peers(self) -> set[str]:
+        """Ps that may write, or are read from."""
+        return {record.peer for record in self._records.values() if record.fenced} | self.reads.peers()
+
+    def writing_since(self) -> float | None:
+        """When a P last reported that it writes, or has written, into our blocks; -inf where one may write and has
+        reported nothing; None where none may write."""
+        return max((_LONG_AGO if record.writing_at is None else record.writing_at
+                    for record in self._records.values() if record.fenced), default=None)
+
+    def awaited_timings(self) -> int:
+        """Attempts that are DONE, and whose `Sent` has not come."""
+        return len(self._done)
+
+    def queued(self) -> int:
+        """Jobs nobody has claimed yet."""
+        return sum(record.state is AttemptState.QUEUED for record in self._records.values())
+
+    def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
+        """What is known of each attempt with a record, for tests alone. Times are those of the caller's clock."""
+        return {attempt: {"state": record.state, "peer": record.peer if record.fenced else "",
+                          "claim": record.claim, "arrived": sorted(record.arrived), "measured": record.timings.measured,
+                          "lease_until": record.lease_until, "next_cancel": record.next_cancel}
+                for attempt, record in self._records.items()}
+
+    def bring_forward(self, until: float, leases: bool) -> int:
+        """For tests alone: the leases, or else the deadlines, of the open attempts end at `until` at the latest.
+        Returns how many attempts are open."""
+        records = [record for record in self._records.values() if not record.state.ended]
+        for record in records:
+            if leases:
+                record.lease_until = min(record.lease_until, until)
+            else:
+                record.deadline = min(record.deadline, until)
+        return len(records)
+
+    # Messages, one by one.
+
+    def _on_hello(self, now: float, sender: str, message: m.Hello) -> list[Action]:
+        theirs = message.member
+        if theirs.incarnation != sender or sender == self.member.incarnation:
+            return self._drop("hello_foreign")
+        if not (self.member.role.decodes and theirs.role.prefills):
+            return self._drop("hello_role")
+        difference = self.member.fingerprint.first_difference(theirs.fingerprint)
+        if difference is not None:
+            self.dropped["hello_refused"] += 1
+            self.mismatch = str(PeerMismatch(*difference))
+            return [ToPrefill(sender, m.Refused(*map(str, difference)))]
+        actions = [] if sender in self.peers else self._forget_idle_peers()
+        self.peers[sender] = theirs
+        self.reads.met(sender, message.transfer_metadata)
+        return [*actions, ToPrefill(sender, self.hello_reply)]
+
+    def _forget_idle_peers(self) -> list[Action]:
+        """Keep the table bounded. A P that was forgotten is denied its next claim (UNPEERED) and sends Hello again."""
+        busy = self.busy_peers() | self.parted if len(self.peers) >= self.limits.max_peers else set()
+        actions: list[Action] = []
+        while len(self.peers) >= self.limits.max_peers + len(busy):
+            forgotten = next(name for name in self.peers if name not in busy)
+            del self.peers[forgotten]
+            actions += self.reads.forget(forgotten)
+        return actions
+
+    def _on_hold(self, now: float, sender: str, message: m.Message) -> list[Action]:
+        return self.reads.receive(now, sender, message)
+
+    def _on_claim(self, now: float, sender: str, message: m.Claim) -> list[Action]:
+        record = self._records.get(message.attempt)
+        if record is None:
+            return self._deny(sender, message, m.DenyReason.UNKNOWN)
+        if sender not in self.peers:
+            return self._deny(sender, message, m.DenyReason.UNPEERED)
+        if record.state.ended:
+            return self._deny(sender, message, m.DenyReason.ENDED)
+        if sender in record.avoid or (sender in self.parted and record.state is AttemptState.QUEUED):
+            return self._deny(sender, message, m.DenyReason.AVOIDED)
+        fingerprint = self.peers[sender].fingerprint
+        if message.ranks != fingerprint.tp * fingerprint.pp:
+            return self._drop("claim_ranks")  # with fewer, D would begin before all has arrived
+        if record.state is AttemptState.GRANTED:
+            if (record.peer, record.claim) != (sender, message.claim):
+                return self._deny(sender, message, m.DenyReason.TAKEN)
+            self.dropped["claim_duplicate"] += 1
+            return [ToPrefill(sender, self._grant(record))]
+        record.state, record.fenced = AttemptState.GRANTED, True
+        record.peer, record.claim, record.ranks = sender, message.claim, message.ranks
+        record.granted_at = now
+        record.lease_until = now + self.limits.lease_s
+        record.timings = msgspec.structs.replace(record.timings, queue_s=max(0.0, now - record.submitted))
+        self.counters["granted"] += 1
+        return [ToPrefill(sender, self._grant(record))]
+
+    def _on_renew(self, now: float, sender: str, message: m.Renew) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None or record.state.ended:
+            self.dropped["renew_unknown" if record is None else "renew_ended"] += 1
+            return [ToPrefill(sender, m.Cancel(message.attempt, message.claim))]
+        record.lease_until = now + self.limits.lease_s
+        return [ToPrefill(sender, m.Renewed(message.attempt, message.claim, message.stamp, self.limits.lease_s))]
+
+    def _on_writing(self, now: float, sender: str, message: m.Writing) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None or record.writing_at is not None:
+            return self._drop("writing_unknown" if record is None else "writing_duplicate")
+        record.writing_at = now
+        return []
+
+    def _on_sent(self, now: float, sender: str, message: m.Sent) -> list[Action]:
+        late = self._done.get(message.attempt)
+        if late is not None and (late.peer, late.claim) == (sender, message.claim):
+            del self._done[message.attempt]
+            return [Timed(message.attempt, self._measured(late, message.timings))]
+        record = self._held_by(sender, message)
+        if record is None or record.timings.measured:
+            return self._drop("sent_unknown" if record is None else "sent_duplicate")
+        record.timings = self._measured(record, message.timings)
+        record.writing_at = now
+        record.lease_until = now + self.limits.lease_s  # P renews no longer, and the engine may be in a long step
+        return []
+
+    def _on_failed(self, now: float, sender: str, message: m.Failed) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None:
+            return self._drop("failed_unknown")
+        if message.parted:
+            self.parted.add(sender)
+        return self._p_stopped(now, record, FallbackReason.FAILED, message.reason)
+
+    def _on_gave_up(self, now: float, sender: str, message: m.GaveUp) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None or record.given_up:
+            return self._drop("gave_up_unknown")
+        record.given_up = True
+        self.parted.add(sender)
+        if record.state.ended:
+            return self._cancel(now, record)
+        return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FAILED, message.reason)
+
+    def _on_stopped(self, now: float, sender: str, message: m.Stopped) -> list[Action]:
+        record = self._held_by(sender, message)
+        if record is None:
+            return self._drop("stopped_unknown")
+        return self._p_stopped(now, record, FallbackReason.FAILED, "the prefill engine stopped")
+
+    # Moves.
+
+    def _p_stopped(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
+        """P will not write any more, whatever the state of the attempt is. With `own_fence` that is not enough: what it
+        has sent may lie here, and not in the blocks yet. The engine closes the grant of an attempt that ends."""
+        if self.limits.own_fence:
+            return [] if record.state.ended else self._end(now, record, AttemptEnd.FAILED, reason, detail)
+        record.fenced = False
+        if record.state.ended:
+            return self._release(record)
+        return self._end(now, record, AttemptEnd.FAILED, reason, detail)
+
+    def _end(self, now: float, record: _Record, outcome: AttemptEnd, reason: FallbackReason | None,
+             detail: str = "") -> list[Action]:
+        """The one place where an attempt ends other than DONE."""
+        was_queued = record.state is AttemptState.QUEUED
+        record.state = AttemptState(outcome.value)
+        self.counters[outcome.value] += 1
+        actions: list[Action] = []
+        if reason is not None:
+            actions.append(Fallback(record.attempt, reason, outcome, detail, record.peer))
+        if was_queued and self._broker_lost_at is None:
+            actions.append(ToBroker(m.Withdraw(record.attempt)))
+        if not record.fenced:
+            return actions + self._release(record)
+        return actions + self._cancel(now, record)
+
+    def _release(self, record: _Record) -> list[Action]:
+        del self._records[record.attempt]
+        return [Released(record.attempt)]
+
+    def _cancel(self, now: float, record: _Record) -> list[Action]:
+        limits = self.limits
+        if record.given_up:  # P has said all that it ever will
+            record.next_cancel = _NEVER
+            return []
+        record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)
+        record.next_cancel = now + record.cancel_retry_s
+        return [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]
+
+    def _put(self, now: float, record: _Record) -> list[Action]:
+        record.next_put = now + self.limits.claim_retry_s
+        parted = sorted(self.parted.difference(record.avoid), key=lambda name: (name not in self._listed, name))
+        avoid = (*record.avoid, *parted)[:m.MAX_AVOIDED]  # first of all those that may be offered it
+        job = m.Job(record.attempt, self.member.address, record.token_ids, self._cached_tokens(record),
+                    max(0.0, record.deadline - now), avoid=avoid, priority=record.priority)
+        return [ToBroker(m.Put(job))]
+
+    def _cached_tokens(self, record: _Record) -> int:
+        return record.cached_blocks * self.member.fingerprint.block_size
+
+    def _new_tokens(self, record: _Record) -> int:
+        return max(0, len(record.token_ids) - self._cached_tokens(record))
+
+    @staticmethod
+    def _is_uncomputed(record: _Record) -> bool:
+        return not record.state.ended and record.writing_at is None and not record.arrived
+
+    def _due(self, record: _Record) -> float:
+        if record.state is AttemptState.QUEUED:
+            due = min(record.deadline, record.next_put)
+            for lost_at in (self._broker_lost_at, record.peers_lost_at):
+                if lost_at is not None:
+                    due = min(due, self._waited_from(record, lost_at) + self.limits.ttl_s)
+            return due
+        if record.state is AttemptState.GRANTED:
+            return min(record.deadline, record.lease_until)
+        return record.next_cancel
+
+    def _on_due(self, now: float, record: _Record) -> list[Action]:
+        if record.state.ended:
+            return self._cancel(now, record)
+        if now >= record.deadline:
+            return self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
+        if record.state is AttemptState.GRANTED:
+            return self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
+        for lost_at, reason, detail in ((self._broker_lost_at, FallbackReason.BROKER, "the broker went away"),
+                                        (record.peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):
+            if lost_at is not None and now >= self._waited_from(record, lost_at) + self.limits.ttl_s:
+                return self._end(now, record, AttemptEnd.FAILED, reason, detail)
+        self.counters["requeued"] += 1
+        return self._put(now, record)
+
+    @staticmethod
+    def _waited_from(record: _Record, lost_at: float) -> float:
+        return max(lost_at, record.submitted)
+
+    # Helpers.
+
+    def _held_by(self, sender: str, message: m.Message) -> _Record | None:
+        """The record that was granted to this sender for this claim, if its fence is up; else None."""
+        record = self._records.get(message.attempt)
+        if record is None or not record.fenced or (record.peer, record.claim) != (sender, message.claim):
+            return None
+        return record
+
+    def _grant(self, record: _Record) -> m.Grant:
+        return m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks, self.limits.lease_s)
+
+    def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> list[Action]:
+        self.dropped["claim_" + reason.value] += 1
+        return [ToPrefill(sender, m.Deny(claim.attempt, claim.claim, reason))]
+
+    def _remember(self, record: _Record) -> None:
+        record.token_ids = record.block_ids = []
+        self._done[record.attempt] = record
+        self._done_order.append(record.attempt)
+        if len(self._done_order) > KEPT_DONE:
+            self._done.pop(self._done_order.popleft(), None)
+
+    @staticmethod
+    def _measured(record: _Record, theirs: m.Timings) -> m.Timings:
+        return msgspec.structs.replace(theirs, queue_s=record.timings.queue_s, measured=True)
+
+    def _drop(self, name: str) -> list[Action]:
+        """Count a message that changes nothing else."""
+        self.dropped[name] += 1
+        return []

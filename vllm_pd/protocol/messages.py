@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that travels between engines and the broker, as structs.
+
+An *incarnation* is one process life of an engine (a random id). An *attempt* is one try at having one request prefilled
+remotely; all state on both sides is keyed by it. A *claim number* is drawn anew by P for every claim that it makes and
+rides in every later message between P and D about it, so that a late message about an earlier claim of the same attempt
+can never be taken for one about the present claim.
+
+Durations are relative (seconds left), never absolute: two machines share no clock.
+
+To go with the next protocol number, for nobody reads it: `Job.lora`.
+"""
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+PROTOCOL = 2
+
+MAX_ID_CHARS = 1024
+MAX_TOKENS = 4_000_000
+MAX_BLOCKS = 1_000_000
+MAX_METADATA_BYTES = 8 << 20
+MAX_MEMBERS = 4096
+MAX_PROCESSES = 4096  # of one engine
+MAX_LOADS = 256  # of prefill engines, in one answer of the broker
+MAX_AVOIDED = 16
+# Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
+SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID_CHARS)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+MAX_PRIORITY = 2**31 - 1
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
+                     msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+BlockIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
+Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Role(StrEnum):
+    """What an engine does for others. Values are vLLM's `kv_role`."""
+    DECODE = "kv_consumer"
+    PREFILL = "kv_producer"
+    BOTH = "kv_both"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the engine hands prefills over."""
+        return self is not Role.PREFILL
+
+    @property
+    def prefills(self) -> bool:
+        """Whether the engine takes jobs."""
+        return self is not Role.DECODE
+
+
+class Attempt(msgspec.Struct, frozen=True, array_like=True):
+    """One try of one request. `number` grows with every attempt that its decode engine makes, over all requests: a
+    client that reuses a request id gets a new attempt all the same."""
+    incarnation: Name
+    request_id: Name
+    number: Count
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}/{self.request_id}#{self.number}"
+
+
+class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
+    """What two engines must agree on before KV blocks may go from one to the other."""
+    protocol: int
+    model: Text
+    dtype: Text
+    kv_dtype: Text
+    block_size: int
+    layers: int
+    kv_heads: int
+    head_size: int
+    layout: Text
+    tp: int = 1
+    pp: int = 1
+    engine: Text = ""  # what else decides the bytes of a block: engines name it as they see fit
+    transport: Text = "nixl"  # one of an older release has no other
+
+    def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
+        """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may
+        differ where the KV heads can be mapped, `pp` as long as every stage has a layer. `engine` is compared before
+        what may differ because of it."""
+        for key in ("protocol", "engine", *self.__struct_fields__):
+            ours, theirs = getattr(self, key), getattr(other, key)
+            if ours != theirs and not (key == "tp" and self._maps_heads(ours, theirs)
+                                       or key == "pp" and 0 < min(ours, theirs) <= max(ours, theirs) <= self.layers):
+                return key, ours, theirs
+        return None
+
+    def _maps_heads(self, ours: int, theirs: int) -> bool:
+        """Whether the KV heads of so many ranks fall into whole runs of those of as many others."""
+        return self.layout in SPLIT_LAYOUTS and min(ours, theirs) > 0 and not max(ours, theirs) % min(ours, theirs)
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How busy an engine is; sent to the registry with every heartbeat. Of a prefill engine: `job_tokens`, the prompt
+    tokens of the jobs that it has taken and not computed yet, without what their decode engines have cached, and
+    `tokens_per_s`, how fast it computes prompts as it has measured, 0 where it has not. One of an older release has
+    neither."""
+    running: Count = 0
+    waiting: Count = 0
+    free_blocks: Count = 0
+    job_tokens: Count = 0
+    tokens_per_s: Rate = 0.0
+
+
+class PrefillLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The load of the prefill engine `incarnation`, as far as a decode engine asks: fields of its `Load`."""
+    incarnation: Name
+    job_tokens: Count = 0
+    tokens_per_s: Rate = 0.0
+
+    @classmethod
+    def of(cls, member: "Member") -> "PrefillLoad":
+        """That of this member, as it last reported it."""
+        return cls(member.incarnation, member.load.job_tokens, member.load.tokens_per_s)
+
+
+class Process(msgspec.Struct, frozen=True, array_like=True):
+    """One process of an engine, as its host names it: the pid, and when it began in clock ticks since boot."""
+    pid: Count
+    start_time: Count
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A registry entry. `address` is the engine's control socket. (`host_id`, `processes`) names every process of it
+    that can write, so that another process in the same process namespace of the same boot can see by fact whether any
+    still exists; `lifeline` is a listening socket that nothing but the end of the process closes, for all others.
+    `draining`: it takes no new jobs. `http`: the base URL of its OpenAI server, as far as it has one and others can
+    reach it."""
+    incarnation: Name
+    role: Role
+    address: Text
+    fingerprint: Fingerprint
+    load: Load = Load()
+    host_id: Text = ""
+    processes: Annotated[tuple[Process, ...], msgspec.Meta(max_length=MAX_PROCESSES)] = ()
+    lifeline: Text = ""
+    draining: bool = False
+    http: Text = ""
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Where the time of a hand-over went; `transfer_s`: after the prompt was computed. `bytes` are those of all writes,
+    `last_bytes` of the last one, 0: not known. `measured` is set once P's part (all but `queue_s`) is in."""
+    queue_s: Seconds = 0.0
+    claim_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    transfer_s: Seconds = 0.0
+    bytes: Count = 0
+    measured: bool = False
+    last_bytes: Count = 0
+
+
+class DenyReason(StrEnum):
+    """Why a claim was not granted: D's reasons, and TOKENS of P alone, for a hold of another prompt."""
+    UNKNOWN = "unknown"
+    TAKEN = "taken"
+    ENDED = "ended"
+    UNPEERED = "unpeered"
+    AVOIDED = "avoided"
+    TOKENS = "tokens"
+
+
+class PutRefusal(StrEnum):
+    """Why the broker did not queue a job."""
+    UNREGISTERED = "unregistered"
+    FULL = "full"
+    NO_PEER = "no_peer"
+
+
+class Job(msgspec.Struct, frozen=True, array_like=True):
+    """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does. The Ps in `avoid`
+    have failed at it before, or can't reach D any more. `priority` is that of the request: lower comes first, where P
+    schedules by priority. `prefer` is the incarnation of the P that D would choose, where nobody chooses for all
+    (NATS); empty: none. One of an older release has neither, and an older P ignores them."""
+    attempt: Attempt
+    address: Text
+    token_ids: TokenIds
+    cached_tokens: Count
+    deadline_s: Seconds
+    lora: Text | None = None
+    avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
+    priority: Priority = 0
+    prefer: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the prompt that D has not cached, at least 1."""
+        return max(1, len(self.token_ids) - self.cached_tokens)
+
+
+class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all wire messages. The tag on the wire is the class name, or the name that it once had."""
+
+
+# Between P (sends Hello, Claim, Renew, Writing, Sent, Failed, GaveUp, Stopped) and D (the others). P opens the
+# connection.
+
+
+class Hello(WireMessage):
+    """P introduces itself to D, and says how its memory is read."""
+    member: Member
+    transfer_metadata: Metadata
+
+
+class HelloReply(WireMessage):
+    """D accepts P and says how its memory is reached."""
+    member: Member
+    transfer_metadata: Metadata
+
+
+class Refused(WireMessage):
+    """The two don't fit. `ours` is the sender's value."""
+    key: Text
+    ours: Text
+    theirs: Text
+
+
+class Claim(WireMessage):
+    """P claims this attempt; `ranks` of its processes will write, and each gives notice."""
+    attempt: Attempt
+    claim: Count
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+
+
+class Grant(WireMessage):
+    """P may write `block_ids[cached_blocks:]`, for `lease_s` counted from before its claim was sent."""
+    attempt: Attempt
+    claim: Count
+    block_ids: BlockIds
+    cached_blocks: Count
+    lease_s: Seconds
+
+
+class Deny(WireMessage):
+    """D does not grant the claim."""
+    attempt: Attempt
+    claim: Count
+    reason: DenyReason
+
+
+class Renew(WireMessage):
+    """P still works on it; `stamp` comes back in the answer."""
+    attempt: Attempt
+    claim: Count
+    stamp: Count
+
+
+class Renewed(WireMessage):
+    """The lease runs anew from the moment the renewal with this stamp was sent."""
+    attempt: Attempt
+    claim: Count
+    stamp: Count
+    lease_s: Seconds
+
+
+class Writing(WireMessage):
+    """P posts its writes now: D's transport may have to help them along, and the notice comes soon."""
+    attempt: Attempt
+    claim: Count
+
+
+class Sent(WireMessage):
+    """All handles of all of P's ranks are done. A wake-up with timings; the proof of arrival is the transfer's notice.
+    """
+    attempt: Attempt
+    claim: Count
+    timings: Timings
+
+
+class Failed(WireMessage):
+    """P gave the attempt up and does not write any more. `parted`: a transfer between the two has failed and may still
+    land, so P takes no further job of D."""
+    attempt: Attempt
+    claim: Count
+    reason: Text
+    parted: bool = False
+
+
+class GaveUp(WireMessage):
+    """P gave the attempt up, and what it wrote may still land: D's fence stays up until P is dead. Without this message
+    D learns it from its lease."""
+    attempt: Attempt
+    claim: Count
+    reason: Text
+
+
+class Cancel(WireMessage):
+    """D asks P to stop. Repeated until P has answered."""
+    attempt: Attempt
+    claim: Count
+
+
+class Stopped(WireMessage):
+    """P does not write any more: the answer to Cancel."""
+    attempt: Attempt
+    claim: Count
+
+
+# Prefill first, over the same connection: from D (ClaimHold, HoldDone) and from P (the others). A hold is named as an
+# attempt of P's own is: P's incarnation, a random id, a number.
+
+
+class ClaimHold(WireMessage):
+    """D wants to read what P holds under this name, for a prompt whose token ids have this digest
+    (`protocol.hashes.token_digest`). Repeated until the answer, and while D reads."""
+    attempt: Attempt
+    hold: Attempt
+    digest: Digest
+
+
+class HoldGrant(WireMessage):
+    """P keeps these blocks, which are those of the whole prompt, until D's HoldDone or death."""
+    attempt: Attempt
+    hold: Attempt
+    block_ids: BlockIds
+
+
+class HoldDenied(WireMessage):
+    """P does not hold that for this attempt, or no more."""
+    attempt: Attempt
+    hold: Attempt
+    reason: DenyReason
+
+
+class HoldQuery(WireMessage):
+    """Does D still want the hold for this attempt? Repeated while it is claimed. D answers where it does not."""
+    attempt: Attempt
+    hold: Attempt
+
+
+class HoldDone(WireMessage):
+    """Under this attempt D uses nothing that it reads of the hold, now or later."""
+    attempt: Attempt
+    hold: Attempt
+
+
+# Between an engine and the broker.
+
+
+class Register(WireMessage):
+    """Heartbeat. `broker`, `version`: which registry the sender knows, so that a missed change is sent again."""
+    member: Member
+    broker: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
+    version: Count = 0
+
+
+class Heard(WireMessage):
+    """Answer to a heartbeat where the sender knows the present registry. For a decode engine also: the prompt tokens
+    that wait in the queue, of jobs for the same prefill engines, without what their decode engines have cached; None
+    where the broker does not know; and the loads of the prefill engines that fit, as they were last reported. A broker
+    of an older release sends neither."""
+    broker: Name
+    queue_length: Count
+    queue_tokens: Count | None = None
+    loads: Annotated[tuple[PrefillLoad, ...], msgspec.Meta(max_length=MAX_LOADS)] = ()
+
+
+class Peers(WireMessage):
+    """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process. The loads are
+    those of the members."""
+    broker: Name
+    version: Count
+    members: Annotated[list[Member], msgspec.Meta(max_length=MAX_MEMBERS)]
+    queue_length: Count
+
+
+class Leave(WireMessage):
+    """The sender leaves the registry."""
+
+
+class Put(WireMessage):
+    """Queue this job; a second put of a queued job changes nothing."""
+    job: Job
+
+
+class PutReply(WireMessage):
+    """`refusal` is None where the job is in the queue. `is_new`: it was not there before. A broker of an older release
+    does not say so."""
+    attempt: Attempt
+    refusal: PutRefusal | None
+    queue_length: Count
+    is_new: bool = False
+
+
+class Withdraw(WireMessage):
+    """Take this job out of the queue."""
+    attempt: Attempt
+
+
+class Credit(WireMessage, tag="Take"):
+    """P can take `jobs` more jobs than those whose offer it has seen; `serial` is the last offer seen. As long as any
+    of `tokens` is left, the next of them may have any length; None: P counts no tokens. `queued_tokens` are those that
+    it has to compute for the jobs seen (`Job.new_tokens`). One of an older release has neither."""
+    jobs: Count
+    serial: Count
+    tokens: Count | None = None
+    queued_tokens: Count = 0
+
+
+class Offer(WireMessage):
+    """A job that P may claim at D. `serial` counts the offers made to this P."""
+    job: Job
+    serial: Count
+
+
+class ListMembers(WireMessage, tag="Census"):
+    """Request the list of members from the broker. Anybody may; the answer is a `Peers`."""
+
+
+# Between an operator and an engine, on the engine's control socket.
+
+
+class Drain(WireMessage):
+    """Take nothing new, finish what is open, leave the registry."""
+
+
+class SetRole(WireMessage):
+    """Act as `role` from now on; what is open is finished. Only a `kv_both` engine can change."""
+    role: Role
+
+
+class Status(WireMessage):
+    """Request a StatusReply. The engine's own front end sends with it where it serves."""
+    http: Text = ""
+
+
+class StatusReply(WireMessage):
+    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `PeerProtocol.status`;
+    `degraded` says why the engine has nobody to work with, empty where it has."""
+    member: Member
+    problem: Text = ""
+    gauges: dict[Name, Count] = {}
+    degraded: Text = ""
+
+
+# Between an engine and its own front end.
+
+
+class DirectJob(WireMessage):
+    """A client of the front end brought this job: claim it now, past the queue."""
+    job: Job
+
+
+class DirectJobTaken(WireMessage):
+    """Answer to `DirectJob`, at once: it has come, and its `DirectJobEnd` will."""
+    attempt: Attempt
+
+
+class DirectJobEnd(WireMessage):
+    """Answer to `DirectJob`, once nothing is done for it any more. `problem`: empty if the prompt was written."""
+    attempt: Attempt
+    problem: Text = ""
+
+
+TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, Failed, GaveUp, Stopped, HoldGrant,
+                                            HoldDenied, HoldQuery)
+TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel, ClaimHold, HoldDone)
+TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
+TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
+TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
+FROM_FRONT: tuple[type[WireMessage], ...] = (*TO_ENGINE, DirectJob)
+FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
+
+Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
+           | GaveUp | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer
+           | ListMembers | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery
+           | HoldDone | DirectJob | DirectJobTaken | DirectJobEnd)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What a frame holds after its version: who sent it, and what."""
+    sender: Name
+    body: Message
+
+
+Counters = dict[str, int]

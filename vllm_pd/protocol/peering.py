@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decode engines that a prefill engine knows.
+
+Life of one: the registry or a job names it, and it is greeted (GREETED) until its reply makes it a peer (PEER), or
+until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write there,
+and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again. A peer that our
+transport could not add is UNADDED for a while, and is then dropped and greeted again. One that does not answer any more
+keeps its state, and is greeted until a message of it comes.
+"""
+from enum import Enum
+
+import msgspec
+
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
+
+_NEVER = float("inf")
+
+
+class PeerState(Enum):
+    """What a decode engine is to this engine."""
+    GREETED = "greeted"
+    PEER = "peer"
+    REFUSED = "refused"
+    LEAVING = "leaving"
+    UNADDED = "unadded"
+
+
+class PeeringLimits(msgspec.Struct, frozen=True):
+    """Bounds of peers."""
+    hello_retry_s: float = 0.5
+    add_retry_s: float = 30.0
+    ttl_s: float = 5.0
+    max_peers: int = 1024
+
+
+class Peer:
+    """One decode engine."""
+
+    def __init__(self, incarnation: str, address: str):
+        self.incarnation = incarnation
+        self.address = address
+        self.state = PeerState.GREETED
+        self.member: m.Member | None = None
+        self.next_hello = 0.0  # of one that is greeted; of one that is UNADDED: when it is greeted again
+        self.last_heard = 0.0
+        self.missing_since: float | None = None
+        self.problem = ""  # why our transport could not add it, at the last try
+        self.wanted = False  # the registry or a job named it while it was leaving
+        self.unanswered = False  # it has not answered in time, and no message of it has come since
+
+
+class Peering:
+    """The peers of one prefill engine, which introduces itself with `hello`. It counts in the caller's `dropped`."""
+
+    def __init__(self, hello: m.Hello, limits: PeeringLimits, dropped: m.Counters):
+        self.limits = limits
+        self.dropped = dropped
+        self._hello = hello
+        self._peers: dict[str, Peer] = {}
+        self._met: dict[str, None] = {}  # every D that was a peer, the latest last
+
+    def find(self, incarnation: str) -> Peer | None:
+        """The peer of this name; None where it is not known."""
+        return self._peers.get(incarnation)
+
+    def members(self) -> dict[str, m.Member]:
+        """The members of those that have answered."""
+        return {name: peer.member for name, peer in self._peers.items() if peer.member is not None}
+
+    def unadded_members(self) -> dict[str, str]:
+        """Those that our transport could not add, and why."""
+        return {name: peer.problem for name, peer in self._peers.items() if peer.state is PeerState.UNADDED}
+
+    # Coming.
+
+    def greet(self, now: float, incarnation: str, address: str) -> tuple[Peer | None, list[Action]]:
+        """The peer of this name, greeted if it is new; None where there are too many."""
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            peer.wanted = peer.state is PeerState.LEAVING
+            return peer, []
+        if len(self._peers) >= self.limits.max_peers:
+            self.dropped["too_many_peers"] += 1
+            return None, []
+        peer = self._peers[incarnation] = Peer(incarnation, address)
+        peer.last_heard = peer.missing_since = now  # until the registry lists it
+        peer.next_hello = now + self.limits.hello_retry_s
+        return peer, [Connect(incarnation, address), self.introduce(incarnation)]
+
+    def introduce(self, incarnation: str) -> Action:
+        """The Hello to send to it."""
+        return ToDecode(incarnation, self._hello)
+
+    def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
+        """The registry lists these. Fitting decode engines are greeted before they send their first job. One that was a
+        peer is greeted whatever its role is now: it may still wait for an answer of ours, and can only ask on a
+        connection that we open."""
+        us = self._hello.member
+        actions: list[Action] = []
+        listed = {member.incarnation for member in members}
+        for member in members:
+            if ((member.role.decodes or member.incarnation in self._met) and member.incarnation != us.incarnation
+                    and us.fingerprint.first_difference(member.fingerprint) is None):
+                actions += self.greet(now, member.incarnation, member.address)[1]
+        for peer in self._peers.values():
+            if peer.incarnation in listed:
+                peer.missing_since = None
+            elif peer.missing_since is None:
+                peer.missing_since = now
+        return actions
+
+    def accept(self, peer: Peer, message: m.HelloReply) -> list[Action]:
+        """It has answered, and fits: it is a peer."""
+        peer.member = message.member
+        peer.state = PeerState.PEER
+        self._met.pop(peer.incarnation, None)
+        self._met[peer.incarnation] = None
+        if len(self._met) > self.limits.max_peers:
+            del self._met[next(iter(self._met))]
+        return [AddPeer(peer.incarnation, message.transfer_metadata)]
+
+    def unadded(self, now: float, peer: Peer, reason: str) -> None:
+        """Our transport could not add this peer."""
+        peer.state, peer.problem = PeerState.UNADDED, reason
+        peer.next_hello = now + self.limits.add_retry_s
+
+    def not_answered(self, now: float, incarnation: str) -> None:
+        """This peer has not answered in time. Until `heard` it gets Hellos, and no job of it may wait here."""
+        peer = self._peers.get(incarnation)
+        if peer is not None and not peer.unanswered:
+            peer.unanswered = True
+            if peer.state is PeerState.PEER:
+                peer.next_hello = now
+
+    def heard(self, now: float, peer: Peer) -> None:
+        """A message of it has come."""
+        peer.last_heard = now
+        peer.unanswered = False
+
+    # Going.
+
+    def refuse(self, peer: Peer) -> list[Action]:
+        """The two don't fit. It is remembered, so that it is not greeted again."""
+        peer.state = PeerState.REFUSED
+        return [Disconnect(peer.incarnation)]
+
+    def lose(self, peer: Peer) -> list[Action]:
+        """It is gone. One that was a peer stays until `drop_if_leaving`."""
+        if peer.state in (PeerState.PEER, PeerState.LEAVING, PeerState.UNADDED):
+            peer.state, peer.wanted = PeerState.LEAVING, False
+            return []
+        del self._peers[peer.incarnation]
+        return [Disconnect(peer.incarnation)]
+
+    def drop_if_leaving(self, now: float, incarnation: str) -> list[Action]:
+        """No job of it can write any more: drop it, if it is leaving. One that was named since is greeted again: it may
+        still wait for our answer about what was stopped."""
+        peer = self._peers.get(incarnation)
+        if peer is None or peer.state is not PeerState.LEAVING:
+            return []
+        del self._peers[incarnation]
+        actions: list[Action] = [DropPeer(incarnation), Disconnect(incarnation)]
+        if peer.wanted:
+            actions += self.greet(now, incarnation, peer.address)[1]
+            self._peers[incarnation].missing_since = peer.missing_since
+        return actions
+
+    # Time.
+
+    def due(self, now: float) -> list[Peer]:
+        """Those that are lost, where `is_silent`, or else to be greeted again with `greet_again`."""
+        return [peer for peer in self._peers.values() if self._due(peer) <= now]
+
+    def is_silent(self, now: float, peer: Peer) -> bool:
+        """Whether for `ttl_s` neither the registry has listed it nor a message of it has come."""
+        return now >= self._missed_at(peer)
+
+    def greet_again(self, now: float, peer: Peer, is_in_use: bool) -> list[Action]:
+        """Send Hello once more, and connect where that was not possible before. One that is UNADDED is dropped first,
+        for some of our ranks may have added it: not while it `is_in_use`, by those."""
+        peer.next_hello = now + self.limits.hello_retry_s
+        if peer.state is not PeerState.UNADDED:
+            return [Connect(peer.incarnation, peer.address), self.introduce(peer.incarnation)]
+        if is_in_use:
+            return []
+        peer.state = PeerState.GREETED
+        return [DropPeer(peer.incarnation), self.introduce(peer.incarnation)]
+
+    def next_timeout(self) -> float:
+        """When a peer is next `due`; infinite where none is."""
+        return min((self._due(peer) for peer in self._peers.values()), default=_NEVER)
+
+    def _due(self, peer: Peer) -> float:
+        if peer.state is PeerState.LEAVING:
+            return _NEVER
+        is_tried = peer.unanswered or peer.state in (PeerState.GREETED, PeerState.UNADDED)
+        return min(peer.next_hello if is_tried else _NEVER, self._missed_at(peer))
+
+    def _missed_at(self, peer: Peer) -> float:
+        if peer.missing_since is None:
+            return _NEVER
+        return max(peer.missing_since, peer.last_heard) + self.limits.ttl_s

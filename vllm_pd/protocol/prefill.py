@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill engine's half of the protocol: every job that it was offered.
+
+Life of a job: an offer from the queue waits until D is a peer (PEERING), is claimed at D (CLAIMING) and, once granted,
+handed to the engine (RUNNING), which reports `sent` or `failed`; then the record is deleted. A cancel from D, the end
+of the lease or the loss of D moves it to STOPPING: the engine gets `Cancelled`, and D waits for the engine's `ended`.
+A job is UNPROVEN where a write of it has failed whose bytes may still land. It stays so until D is dead: D is told
+that the job was given up, but nothing that would take its fence down. After such a failure of the read of D's prefix
+the job has failed, for nothing was written; only the read is remembered until D is dead. While there is either, the
+two are *parted*: a job of that D is claimed only to tell D so, and a hold is denied to it. A job of a D that the
+transport could not add is claimed only to tell D so, too.
+
+The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record
+is deleted only when nothing of the job can land any more; so a cancel of a claim without a record is answered at once.
+"""
+import collections
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from vllm_pd.errors import PeerMismatch
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.protocol.hold_reads import HoldReads
+from vllm_pd.protocol.holds import HoldLimits, Holds
+from vllm_pd.protocol.peering import Peer, Peering, PeeringLimits, PeerState
+
+
+class JobState(Enum):
+    """Where a job is on P."""
+    PEERING = "peering"
+    CLAIMING = "claiming"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    UNPROVEN = "unproven"
+
+
+class PrefillLimits(PeeringLimits, frozen=True):
+    """Bounds of jobs, besides those of peers. `max_jobs`: without those that are UNPROVEN."""
+    peering_s: float = 5.0
+    claim_wait_s: float = 5.0
+    claim_retry_s: float = 0.5
+    max_jobs: int = 256
+    holds: HoldLimits = HoldLimits()
+
+
+_NEVER = float("inf")
+_MAX_OPEN_RENEWALS = 4  # a lease contains three
+
+
+class _OpenRenewal:
+    """A renewal of a lease that was sent and has not been answered."""
+
+    def __init__(self, stamp: int, renewed_at: float):
+        self.stamp = stamp
+        self.renewed_at = renewed_at
+
+
+class _OfferedJob:
+    """One job. Times are those of the caller's clock."""
+
+    def __init__(self, job: m.Job, now: float):
+        self.job = job
+        self.attempt = job.attempt
+        self.state = JobState.PEERING
+        self.claim = -1
+        self.claimed_at = self.next_claim = 0.0
+        self.peering_until = now
+        self.lease_s = self.lease_until = 0.0
+        self.next_renew = 0.0
+        self.stamp = 0
+        self.renewals: collections.deque[_OpenRenewal] = collections.deque(maxlen=_MAX_OPEN_RENEWALS)
+        self.sent_writing = False
+        self.claim_s = 0.0
+
+
+class PrefillProtocol:
+    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does. `parted`:
+    see `DecodeProtocol`, whose set it is in an engine; `reads`: the holds of others that the same engine reads, if it
+    decodes, too."""
+
+    def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits,
+                 parted: set[str] | None = None, reads: HoldReads | None = None):
+        self.member = member
+        self.limits = limits
+        self.counters: m.Counters = collections.Counter()
+        self.dropped: m.Counters = collections.Counter()
+        self.mismatch: str | None = None
+        self.parted: set[str] = set() if parted is None else parted
+        self._jobs: dict[m.Attempt, _OfferedJob] = {}
+        self._unproven_reads: set[m.Attempt] = set()  # of prefixes, for these jobs: they may land here
+        self.holds = Holds(limits.holds, self.dropped)
+        self._reads = reads
+        self.hello = m.Hello(member, transfer_metadata)
+        self._peering = Peering(self.hello, limits, self.dropped)
+        self.renews = True  # False: the engine does not answer, so the leases of its jobs are to end
+        self._claims = 0
+        self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
+            m.HelloReply: self._on_hello_reply,
+            m.Refused: self._on_refused,
+            m.Grant: self._on_grant,
+            m.Deny: self._on_deny,
+            m.Renewed: self._on_renewed,
+            m.Cancel: self._on_cancel,
+            m.ClaimHold: self._on_claim_hold,
+            m.HoldDone: self._on_hold_done,
+        }
+
+    # Calls of the engine.
+
+    def may_write(self, now: float, attempt: m.Attempt) -> bool:
+        """Whether a write of this attempt may be posted now. To be called right before each post."""
+        job = self._jobs.get(attempt)
+        return job is not None and job.state is JobState.RUNNING and now < job.lease_until
+
+    def writing(self, now: float, attempt: m.Attempt) -> list[Action]:
+        """The last write of this attempt, for which `may_write` was true, is about to be posted."""
+        job = self._jobs.get(attempt)
+        if job is None or job.sent_writing:
+            return []
+        job.sent_writing = True
+        return self._to_decode(job, m.Writing(attempt, job.claim))
+
+    def sent(self, now: float, attempt: m.Attempt, timings: m.Timings) -> list[Action]:
+        """All transfer handles of all ranks are done."""
+        job = self._forget(attempt)
+        if job is None:
+            return []
+        if job.state is JobState.STOPPING:
+            return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
+        timings = msgspec.structs.replace(timings, claim_s=job.claim_s)
+        self.counters["sent"] += 1
+        return self._to_decode(job, m.Sent(attempt, job.claim, timings))
+
+    def failed(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
+        """The engine gave the attempt up; no handle of it can write any more."""
+        job = self._forget(attempt)
+        if job is None:
+            return []
+        self.counters["failed"] += 1
+        failed = m.Failed(attempt, job.claim, reason[:1000], attempt.incarnation in self.parted)
+        return self._to_decode(job, failed) + self._drop_idle(now, attempt.incarnation)
+
+    def ended(self, now: float, attempt: m.Attempt) -> list[Action]:
+        """The engine's answer to `Cancelled`: no handle of it can write any more."""
+        job = self._forget(attempt)
+        if job is None:
+            return []
+        return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
+
+    def unproven(self, attempt: m.Attempt, reason: str) -> list[Action]:
+        """A write of the job has failed, and its bytes may land until this engine or D has ended. What the engine
+        reports of the job from now on has no effect."""
+        job = self._jobs.get(attempt)
+        if job is None or job.state is JobState.UNPROVEN:
+            return []
+        job.state = JobState.UNPROVEN
+        self.parted.add(attempt.incarnation)
+        self.counters["unproven"] += 1
+        return self._to_decode(job, m.GaveUp(attempt, job.claim, reason[:1000]))
+
+    def read_unproven(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
+        """The read of D's prefix for this job has failed, and its bytes may land here until this engine or D has ended.
+        The engine gives the job up, of which nothing was written: D may reuse all of its blocks."""
+        self._unproven_reads.add(attempt)
+        self.parted.add(attempt.incarnation)
+        self.counters["read_unproven"] += 1
+        return self.failed(now, attempt, reason)
+
+    # Messages of others.
+
+    def offer(self, now: float, job: m.Job) -> list[Action]:
+        """The broker offers this job."""
+        attempt = job.attempt
+        if attempt.incarnation == self.member.incarnation:
+            return self._drop("offer_own")
+        if attempt in self._jobs:
+            return self._drop("offer_duplicate")
+        if len(self._jobs) - len(self.unproven_jobs()) >= self.limits.max_jobs:
+            return self._drop("offer_too_many")
+        peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
+        if peer is None or peer.state is PeerState.REFUSED:
+            return self._drop("offer_refused_peer")
+        if peer.unanswered:  # its jobs would take the places of others' jobs, and would never be claimed
+            return self._drop("offer_silent_peer")
+        record = self._jobs[attempt] = _OfferedJob(job, now)
+        record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
+        if peer.state in (PeerState.PEER, PeerState.UNADDED) or attempt.incarnation in self.parted:
+            actions += self._claim(now, record)
+        return actions
+
+    def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
+        """The registry lists these members."""
+        return self._peering.members_are(now, members)
+
+    def receive(self, now: float, sender: str, message: m.Message) -> list[Action]:
+        """A message from a D."""
+        handler = self._handlers.get(type(message))
+        peer = self._peering.find(sender)
+        if handler is None or peer is None:
+            return self._drop("unexpected" if handler is None else "unknown_peer")
+        self._peering.heard(now, peer)
+        return handler(now, sender, message)
+
+    def peer_unadded(self, now: float, incarnation: str, reason: str = "") -> None:
+        """The transport could not add this D: nothing can be written there until it is added again, after a pause. The
+        engine gives up the jobs of it that it has."""
+        peer = self._peering.find(incarnation)
+        if peer is not None and peer.state is PeerState.PEER:
+            self.counters["peer_unadded"] += 1
+            self._peering.unadded(now, peer, reason)
+
+    def peer_lost(self, now: float, incarnation: str) -> list[Action]:
+        """A D is gone. Its running jobs are stopped; the peer is dropped when the last of them has ended."""
+        peer = self._peering.find(incarnation)
+        if peer is None:
+            return []
+        actions: list[Action] = []
+        for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
+            actions += self._give_up(job)
+        return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
+
+    def read_ended(self, now: float, incarnation: str) -> list[Action]:
+        """A read of a hold there has ended on all ranks."""
+        return self._drop_idle(now, incarnation)
+
+    def peer_dead(self, now: float, incarnation: str) -> list[Action]:
+        """The process of a D is gone, as a fact: it neither reads nor wants anything any more, and has no blocks."""
+        for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
+            if job.state is JobState.UNPROVEN:
+                del self._jobs[job.attempt]
+        self._unproven_reads = {one for one in self._unproven_reads if one.incarnation != incarnation}
+        self.parted.discard(incarnation)
+        return self.holds.peer_dead(incarnation) + self.peer_lost(now, incarnation)
+
+    def shut(self, now: float) -> list[Action]:
+        """The control thread ends: every job is to be stopped. What a D has claimed stays held: it can't be heard any
+        more."""
+        actions = self.holds.close_unclaimed()
+        for job in list(self._jobs.values()):
+            actions += self._give_up(job)
+        return actions
+
+    # Time.
+
+    def handle_timeout(self, now: float) -> list[Action]:
+        """Do what is due."""
+        actions = self.holds.handle_timeout(now)
+        for job in list(self._jobs.values()):
+            if self._due(job) <= now:
+                actions += self._on_due(now, job)
+        for peer in self._peering.due(now):
+            if self._peering.is_silent(now, peer):
+                self.counters["peer_lost"] += 1
+                actions += self.peer_lost(now, peer.incarnation)
+            else:
+                actions += self._peering.greet_again(now, peer, self._is_in_use(peer.incarnation))
+        return actions
+
+    def next_timeout(self) -> float | None:
+        """When `handle_timeout` is next due; None where nothing is."""
+        held = self.holds.next_timeout()
+        due = min([self._peering.next_timeout(), _NEVER if held is None else held,
+                   *(self._due(job) for job in self._jobs.values())])
+        return None if due == _NEVER else due
+
+    # State, for the engine and the tests.
+
+    def states(self) -> dict[m.Attempt, JobState]:
+        """All jobs that still have a record."""
+        return {attempt: job.state for attempt, job in self._jobs.items()}
+
+    def unproven_jobs(self) -> set[m.Attempt]:
+        """The jobs that end with D's death or with this engine."""
+        return {attempt for attempt, job in self._jobs.items() if job.state is JobState.UNPROVEN}
+
+    def unproven_reads(self) -> set[m.Attempt]:
+        """The jobs whose reads may still land here. They end in the same way, and have no record."""
+        return set(self._unproven_reads)
+
+    def waiting_tokens(self) -> list[int]:
+        """Of each job that may still come to the engine: the tokens that it has to compute."""
+        return [job.job.new_tokens for job in self._jobs.values()
+                if job.state in (JobState.PEERING, JobState.CLAIMING)]
+
+    def peers(self) -> dict[str, m.Member]:
+        """Decode engines that have answered."""
+        return self._peering.members()
+
+    def unadded_peers(self) -> dict[str, str]:
+        """Decode engines that the transport could not add, and why."""
+        return self._peering.unadded_members()
+
+    def busy_peers(self) -> set[str]:
+        """Decode engines with a job here, that may read here, or that a read of ours may still come from."""
+        return {attempt.incarnation for attempt in (*self._jobs, *self._unproven_reads)} | self.holds.readers()
+
+    def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
+        """What is known of each job with a record, for tests alone. Times are those of the caller's clock."""
+        return {attempt: {"state": job.state, "lease_until": job.lease_until} for attempt, job in self._jobs.items()}
+
+    # Messages, one by one.
+
+    def _on_hello_reply(self, now: float, sender: str, message: m.HelloReply) -> list[Action]:
+        peer = self._peering.find(sender)
+        if peer.state is not PeerState.GREETED or message.member.incarnation != sender:
+            return self._drop("hello_reply_duplicate")
+        difference = self.member.fingerprint.first_difference(message.member.fingerprint)
+        if difference is not None:
+            return self._refuse(peer, *difference)
+        actions = self._peering.accept(peer, message)
+        for job in list(self._jobs.values()):
+            if job.attempt.incarnation == sender and job.state is JobState.PEERING:
+                actions += self._claim(now, job)
+        return actions
+
+    def _on_refused(self, now: float, sender: str, message: m.Refused) -> list[Action]:
+        peer = self._peering.find(sender)
+        if peer.state is not PeerState.GREETED:
+            return self._drop("refused_unexpected")
+        return self._refuse(peer, message.key, message.theirs, message.ours)
+
+    def _on_grant(self, now: float, sender: str, grant: m.Grant) -> list[Action]:
+        job = self._held(sender, grant, JobState.CLAIMING)
+        if job is None:
+            return self._drop("grant_unknown")
+        job.lease_s = grant.lease_s
+        job.lease_until = job.claimed_at + grant.lease_s
+        job.next_renew = now + grant.lease_s / 3
+        problem = self._problem(now, job, grant)
+        if problem:
+            self.dropped["grant_bad"] += 1
+            return self.failed(now, job.attempt, problem)
+        if sender in self.parted:
+            self.counters["parted"] += 1
+            return self.failed(now, job.attempt, "an earlier transfer between the two failed: restart one of them")
+        if self._peering.find(sender).state is not PeerState.PEER:
+            return self.failed(now, job.attempt, "the transport could not add the decode engine: see the log there")
+        job.state = JobState.RUNNING
+        job.claim_s = max(0.0, now - job.claimed_at)
+        self.counters["granted"] += 1
+        return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
+                        grant.block_ids[:grant.cached_blocks], sender, job.job.priority)]
+
+    def _problem(self, now: float, job: _OfferedJob, grant: m.Grant) -> str:
+        block_size = self.member.fingerprint.block_size
+        blocks = -(-len(job.job.token_ids) // block_size)
+        if len(grant.block_ids) != blocks or len(set(grant.block_ids)) != blocks:
+            return f"{len(grant.block_ids)} blocks granted for {len(job.job.token_ids)} tokens of {block_size} a block"
+        if grant.cached_blocks >= blocks:
+            return f"{grant.cached_blocks} of {blocks} blocks are cached: nothing to do"
+        if now >= job.lease_until:
+            return "the lease was over when it came"
+        return ""
+
+    def _on_deny(self, now: float, sender: str, deny: m.Deny) -> list[Action]:
+        job = self._held(sender, deny, JobState.CLAIMING)
+        if job is None:
+            return self._drop("deny_unknown")
+        self.counters["denied_" + deny.reason.value] += 1
+        if deny.reason is not m.DenyReason.UNPEERED or now >= job.peering_until:
+            self._forget(job.attempt)
+            return self._drop_idle(now, sender)
+        job.state = JobState.PEERING
+        job.claim = -1
+        job.next_claim = now + self.limits.claim_retry_s / 10
+        return [self._peering.introduce(sender)]
+
+    def _on_renewed(self, now: float, sender: str, message: m.Renewed) -> list[Action]:
+        job = self._held(sender, message, JobState.RUNNING)
+        if job is None or message.stamp not in [renewal.stamp for renewal in job.renewals]:
+            return self._drop("renewed_unknown")
+        while (renewal := job.renewals.popleft()).stamp != message.stamp:
+            pass  # an older one: its answer would say less
+        job.lease_until = max(job.lease_until, renewal.renewed_at + message.lease_s)
+        return []
+
+    def _on_cancel(self, now: float, sender: str, cancel: m.Cancel) -> list[Action]:
+        job = self._jobs.get(cancel.attempt)
+        if cancel.attempt.incarnation != sender:
+            return self._drop("cancel_foreign")
+        if job is None or job.claim != cancel.claim:
+            self.dropped["cancel_unknown"] += 1
+            return [ToDecode(sender, m.Stopped(cancel.attempt, cancel.claim))]
+        if job.state is JobState.RUNNING:
+            self.counters["cancelled"] += 1
+            return self._stop(job)
+        if job.state is JobState.UNPROVEN:  # what told D so may be lost
+            return self._to_decode(job, m.GaveUp(job.attempt, job.claim, "a write of it failed"))
+        if job.state is JobState.STOPPING:
+            return self._drop("cancel_duplicate")
+        self._forget(job.attempt)
+        return self._to_decode(job, m.Stopped(job.attempt, job.claim))
+
+    def _on_claim_hold(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
+        if not self.holds.has_claimed(message.attempt, message.hold):  # what it reads already it may read on
+            if sender in self.parted:  # nobody can say when it may: it is to go on at once
+                self.counters["parted"] += 1
+                return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, m.DenyReason.UNKNOWN))]
+            state = self._peering.find(sender).state
+            if state not in (PeerState.PEER, PeerState.UNADDED):  # one that is leaving is to be met anew
+                return self._drop("hold_not_peer")  # it asks again
+        return self.holds.claim(now, sender, message)
+
+    def _on_hold_done(self, now: float, sender: str, message: m.HoldDone) -> list[Action]:
+        return self.holds.done(sender, message) + self._drop_idle(now, sender)
+
+    # Moves.
+
+    def _refuse(self, peer: Peer, key: str, ours: object, theirs: object) -> list[Action]:
+        self.counters["peer_refused"] += 1
+        self.mismatch = str(PeerMismatch(key, ours, theirs))
+        for job in [j for j in self._jobs.values() if j.attempt.incarnation == peer.incarnation]:
+            self._forget(job.attempt)
+        return self._peering.refuse(peer)
+
+    def _claim(self, now: float, job: _OfferedJob) -> list[Action]:
+        self._claims += 1
+        job.claim = self._claims
+        job.state = JobState.CLAIMING
+        job.claimed_at = now
+        job.next_claim = now + self.limits.claim_retry_s
+        return self._to_decode(job, self._claim_of(job))
+
+    def _claim_of(self, job: _OfferedJob) -> m.Claim:
+        fingerprint = self.member.fingerprint
+        return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp)
+
+    def _give_up(self, job: _OfferedJob) -> list[Action]:
+        """Have the engine stop this job, or forget one that the engine does not have."""
+        if job.state is JobState.RUNNING:
+            return self._stop(job)
+        if job.state in (JobState.PEERING, JobState.CLAIMING):
+            self._forget(job.attempt)
+        return []
+
+    def _stop(self, job: _OfferedJob) -> list[Action]:
+        job.state = JobState.STOPPING
+        return [Cancelled(job.attempt)]
+
+    def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
+        """Drop a peer that is leaving, once no job of it can write, we read nothing there, and it reads nothing here.
+        It could not say so without a connection."""
+        if incarnation in self.holds.readers() or incarnation in self.parted or self._is_read(incarnation) or any(
+                job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
+                for job in self._jobs.values()):
+            return []
+        return self._peering.drop_if_leaving(now, incarnation)
+
+    def _is_read(self, incarnation: str) -> bool:
+        """Whether this engine reads a hold of that one."""
+        return self._reads is not None and incarnation in self._reads.open_peers()
+
+    def _is_in_use(self, incarnation: str) -> bool:
+        """Whether writes to this D, or reads of what it holds, may be under way. It can't be dropped then."""
+        return incarnation in self.parted or self._is_read(incarnation) or any(
+            job.attempt.incarnation == incarnation and job.state in (JobState.RUNNING, JobState.STOPPING)
+            for job in self._jobs.values())
+
+    def _due(self, job: _OfferedJob) -> float:
+        if job.state is JobState.PEERING:
+            return min(job.peering_until, job.next_claim or _NEVER)
+        if job.state is JobState.CLAIMING:
+            return min(job.next_claim, job.claimed_at + self.limits.claim_wait_s)
+        if job.state is JobState.RUNNING:
+            return min(job.lease_until, job.next_renew) if self.renews else job.lease_until
+        return _NEVER
+
+    def _on_due(self, now: float, job: _OfferedJob) -> list[Action]:
+        if job.state is JobState.PEERING:
+            if now >= job.peering_until:
+                self._forget(job.attempt)
+                self.counters["peering_timeout"] += 1
+                self._peering.not_answered(now, job.attempt.incarnation)
+                return []
+            return self._claim(now, job)
+        if job.state is JobState.CLAIMING:
+            if now >= job.claimed_at + self.limits.claim_wait_s:
+                self.counters["claim_timeout"] += 1
+                self._peering.not_answered(now, job.attempt.incarnation)
+                return self.failed(now, job.attempt, "the claim was not answered in time")
+            job.next_claim = now + self.limits.claim_retry_s
+            return self._to_decode(job, self._claim_of(job))
+        if now >= job.lease_until:
+            self.counters["lease_over"] += 1
+            return self._stop(job)
+        job.stamp += 1
+        job.renewals.append(_OpenRenewal(job.stamp, now))
+        job.next_renew = now + job.lease_s / 3
+        return self._to_decode(job, m.Renew(job.attempt, job.claim, job.stamp))
+
+    # Helpers.
+
+    def _held(self, sender: str, message: m.Message, state: JobState) -> _OfferedJob | None:
+        """The job that this answer is about; None where its state, claim or sender is another."""
+        job = self._jobs.get(message.attempt)
+        if job is None or job.state is not state or job.claim != message.claim or job.attempt.incarnation != sender:
+            return None
+        return job
+
+    def _forget(self, attempt: m.Attempt) -> _OfferedJob | None:
+        """Delete this job's record, and return it; None where there is none, or it is UNPROVEN."""
+        job = self._jobs.get(attempt)
+        return None if job is None or job.state is JobState.UNPROVEN else self._jobs.pop(attempt)
+
+    @staticmethod
+    def _to_decode(job: _OfferedJob, message: m.Message) -> list[Action]:
+        return [ToDecode(job.attempt.incarnation, message)]
+
+    def _drop(self, name: str) -> list[Action]:
+        """Count a message that changes nothing else."""
+        self.dropped[name] += 1
+        return []

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transfers of a rank that is not in its engine's process.
+
+In V0, requests arrive with a step, in the worker's main thread. In V1 they arrive over a socket from EngineCore, at any
+time. In both, the rank's transfer thread reports to the engine over that socket (`vllm_pd.transfer.ranks.gather` is at
+the other end).
+
+How the two ends meet: in V0 the engine listens and its ranks connect (`RankThread`). In V1 EngineCore's part is made
+after the ranks, so each rank listens (`RankServer`), and EngineCore connects when it knows the addresses
+(`connect_ranks`). The rank makes its transport then, because only then it knows the engine's incarnation.
+
+When the engine's process is gone, this process ends at once, whatever its main thread waits for. A peer reuses the
+blocks that we may write to only when all processes of the engine are gone.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
+
+from vllm_pd.errors import ControlError
+from vllm_pd.rpc.codec import UNREADABLE
+from vllm_pd.transfer.choice import NIXL, TransportChoice
+from vllm_pd.transfer.heap import freeze_heap
+from vllm_pd.transfer.ranks.gather import RankListener, connect, encode_progress
+from vllm_pd.transfer.ranks.packets import PacketSocket
+from vllm_pd.transfer.requests import Look, TransferProgress, TransferRequest
+from vllm_pd.transfer.thread import Transfers, TransferThread, no_context
+
+logger = logging.getLogger("vllm.pd")
+
+ATTACH_S = 120.0  # how long the ranks of V1 may take to make their transports
+SERVE_S = 7200.0  # how long EngineCore may take to connect: it warms the model up before
+LISTEN_S = 1.0  # how long `RankServer.close` may take to be noticed
+CLOSE_S = 5.0  # how long `RankServer.close` waits for a transport that is being made
+MAX_ERROR_CHARS = 2000
+
+
+class AttachRank(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """EngineCore's first message to a rank. `receives`: whether peers write into this engine, or read from
+    it."""
+    incarnation: str
+    receives: bool
+    transport: TransportChoice = NIXL
+
+
+class RankReady(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The rank's answer: the metadata of its transport, or why there is none."""
+    metadata: bytes = b""
+    error: str = ""
+
+
+class RankThread:
+    """The `transfer` of the worker of such a rank. `connection` goes to the engine. This object owns `transfer` and
+    `connection`. For `enter` see TransferThread. `ends_with_engine` is False if the rank is in the engine's process
+    after all (V1 with one rank on a GPU)."""
+
+    def __init__(self, transfer: Transfers, connection: PacketSocket, enter: Callable[[], None] = no_context,
+                 ends_with_engine: bool = True) -> None:
+        self._connection = connection
+        self._ends_with_engine = ends_with_engine
+        self._unread = 0
+        self._unsent: collections.deque[bytes] = collections.deque()
+        self._thread = TransferThread(transfer, self, enter)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """How many messages of the engine could not be read."""
+        return self._connection.dropped + self._unread
+
+    def execute(self, requests: list[TransferRequest]) -> None:
+        """Queue requests. They run in order."""
+        self._thread.execute(requests)
+
+    def close(self) -> bool:
+        """End the thread, which releases everything. Returns whether it is certain that no more bytes will land."""
+        return self._thread.close()
+
+    # For the thread: see ThreadOwner.
+
+    def deliver(self, progress: TransferProgress) -> bool:
+        """Send the progress to the engine. False if some of it could not be sent yet."""
+        self._unsent.extend(encode_progress(progress))
+        while self._connection.flush() and self._unsent:
+            self._connection.send(self._unsent.popleft())
+        return not self._unsent and self._connection.flush()
+
+    def filenos(self) -> list[int]:
+        """The connection to the engine."""
+        return [self._connection.fileno()]
+
+    def receive(self) -> bool:
+        """Receive requests of the engine. Returns False after its farewell. Ends this process if the engine is gone."""
+        try:
+            messages = self._connection.receive()
+        except OSError as error:
+            logger.error("the connection to the engine of this rank has ended (%s): the rank ends too", error)
+            if self._ends_with_engine:
+                os._exit(1)
+            return False
+        for message in messages:
+            try:
+                requests = msgspec.msgpack.decode(message, type=list[TransferRequest])
+            except UNREADABLE as error:
+                self._unread += 1
+                logger.error("a message of the engine can't be read: %s", error)
+                continue
+            for look in requests:
+                if isinstance(look, Look):
+                    self._thread.poll_until(time.monotonic() + look.lasts_s, look.pause_s)
+            others = [request for request in requests if not isinstance(request, Look)]
+            if others:
+                self._thread.execute(others)
+        return not self._connection.farewell
+
+    def released(self, ended: bool) -> None:
+        """Say farewell and close the connection, and the held files if no more bytes can land."""
+        while ended and self._connection.held:  # if not ended, only the end of this process may close them
+            os.close(self._connection.held.pop())
+        with contextlib.suppress(OSError):  # the engine is gone
+            self._connection.send_farewell()
+        self._connection.close()
+
+
+class RankServer:
+    """A rank of V1 until its engine connects, and its `RankThread` afterwards.
+
+    `make` makes the transfers and returns them with the metadata of their transport; it is called in a thread that has
+    called `enter`. `pids` are the processes that may be the engine's; one of them may be this process. `address` is
+    where the engine connects.
+    """
+
+    def __init__(self, make: Callable[[AttachRank], tuple[Transfers, bytes]], pids: Collection[int],
+                 enter: Callable[[], None] = no_context) -> None:
+        self._make = make
+        self._pids = pids
+        self._enter = enter
+        self._listener = RankListener()
+        self._rank: RankThread | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._main, name="vllm-pd-attach", daemon=True)
+        self.address = self._listener.address
+        self._thread.start()
+
+    @property
+    def rank(self) -> RankThread | None:
+        """The rank's thread; None before the engine has connected."""
+        return self._rank
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        self._closing = True
+        self._thread.join(CLOSE_S)
+        if self._rank is not None:
+            self._rank.close()
+
+    def _main(self) -> None:
+        connection = self._accept()
+        if connection is None:
+            return
+        try:
+            self._attach(connection)
+        except Exception as error:
+            logger.exception("the engine can't attach to this rank")
+            with contextlib.suppress(OSError):  # the engine is gone
+                connection.send(msgspec.msgpack.encode(RankReady(error=str(error)[:MAX_ERROR_CHARS])))
+            connection.close()
+        else:
+            if self._closing:
+                self._rank.close()
+
+    def _accept(self) -> PacketSocket | None:
+        """The engine's connection; None if there is none before `close`."""
+        deadline_s = time.monotonic() + SERVE_S
+        try:
+            while not self._closing and time.monotonic() < deadline_s:
+                connection = self._listener.accept_one(self._pids, LISTEN_S)
+                if connection is not None:
+                    return connection
+            return None
+        finally:
+            self._listener.close()
+
+    def _attach(self, connection: PacketSocket) -> None:
+        order = msgspec.msgpack.decode(_await_message(connection, time.monotonic() + ATTACH_S), type=AttachRank)
+        self._enter()
+        transfer, metadata = self._make(order)
+        freeze_heap()
+        connection.send(msgspec.msgpack.encode(RankReady(metadata)))
+        self._rank = RankThread(transfer, connection, self._enter, connection.pid != os.getpid())
+
+
+def connect_ranks(ranks: Mapping[int, tuple[int, bytes]], order: AttachRank,
+                  timeout_s: float = ATTACH_S) -> tuple[dict[int, PacketSocket], list[bytes]]:
+    """Connect an engine to its ranks and have them make their transports. `ranks`: process id and `RankServer.address`,
+    by rank.
+
+    Returns the connections by rank, which the caller owns, and the metadata of the ranks' transports in order. Raises
+    ControlError if a rank does not answer in time, or can't make its transport.
+    """
+    connections: dict[int, PacketSocket] = {}
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        for rank, (pid, address) in sorted(ranks.items()):
+            try:
+                connections[rank] = connect(address)
+                if connections[rank].pid != pid:
+                    raise ControlError(f"rank {rank} is process {pid}, but {connections[rank].pid} has its socket")
+                connections[rank].send(msgspec.msgpack.encode(order))
+            except OSError as error:
+                raise ControlError(f"can't connect to rank {rank}, process {pid}: {error}") from error
+        return connections, [_await_ready(rank, connections[rank], deadline_s) for rank in sorted(connections)]
+    except Exception:
+        for connection in connections.values():
+            connection.close()
+        raise
+
+
+def _await_ready(rank: int, connection: PacketSocket, deadline_s: float) -> bytes:
+    try:
+        ready = msgspec.msgpack.decode(_await_message(connection, deadline_s), type=RankReady)
+    except UNREADABLE as error:
+        raise ControlError(f"the answer of rank {rank} can't be read: {error}") from error
+    except ControlError as error:
+        raise ControlError(f"rank {rank}: {error}") from error
+    if ready.error:
+        raise ControlError(f"rank {rank} can't make its transport: {ready.error}")
+    return ready.metadata
+
+
+def _await_message(connection: PacketSocket, deadline_s: float) -> bytes:
+    """The first message. Raises ControlError if none comes in time, or the connection ends."""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if connection.wait(left_s):
+            try:
+                messages = connection.receive()
+            except OSError as error:
+                raise ControlError(f"the connection ended: {error}") from error
+            if messages:
+                return messages[0]
+    raise ControlError("no answer in time")
