@@ -1,70 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packages of vllm_pd import each other in one direction, and log where vLLM's handlers see it."""
+"""The rooms of vllm_pd import each other as docs/design.md says, and log where vLLM's handlers see it."""
 import ast
 import functools
 import graphlib
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = sorted((ROOT / "vllm_pd").rglob("*.py"))
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+         for path in sorted((ROOT / "vllm_pd").rglob("*.py"))}  # fmt: skip
+ImportGraph = Mapping[str, Collection[str]]
 
 
-def imported(file: Path) -> Iterator[str]:
-    """The modules of ours that a module imports when it runs, by their full names."""
-    package = file.relative_to(ROOT).parent.parts
-    waiting = [ast.parse(file.read_text())]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        waiting += ast.iter_child_nodes(node)
+def imported(name: str, file: Path) -> Iterator[str]:
+    """The modules of ours that a module imports, ever: in functions and for type checkers, too."""
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names if alias.name in FILES)
         elif isinstance(node, ast.ImportFrom):
-            base = package[:len(package) - node.level + 1] if node.level else ()
-            name = ".".join((*base, *filter(None, [node.module])))
-            yield from (f"{name}.{alias.name}" for alias in node.names) if name == "vllm_pd" else (name,)
-
-
-def room(name: str) -> str:
-    """The package or the top-level module below vllm_pd."""
-    return (name.split(".") + [""])[1]
+            assert not node.level, f"{name}: names of modules are written in full"
+            for alias in node.names:
+                yield from {f"{node.module}.{alias.name}", node.module} & FILES.keys() - {"vllm_pd"}
 
 
 @functools.cache
-def rooms() -> dict[str, set[str]]:
-    """For each, those that it imports."""
-    graph: dict[str, set[str]] = defaultdict(set)
-    for file in MODULES:
-        own = room(".".join(file.relative_to(ROOT).with_suffix("").parts))
-        graph[own] |= {room(name) for name in imported(file) if name.startswith("vllm_pd.")} - {own}
-    return graph
+def modules() -> dict[str, set[str]]:
+    """What each module imports. A package's __init__ comes with its modules, and is not followed."""
+    return {name: {one for one in imported(name, file) if one != name and not name.startswith(f"{one}.")}
+            for name, file in FILES.items()}  # fmt: skip
 
 
-def test_rooms_import_each_other_in_one_direction():
-    graph = rooms()
-    assert {"errors", "protocol"} <= graph["peer"] and "frontend" in graph["v0"], "the graph is not seen"
-    assert list(graphlib.TopologicalSorter(graph).static_order())
+def room(module: str) -> str:
+    """The package or the module below vllm_pd."""
+    return ".".join(module.split(".")[:2])
+
+
+@functools.cache
+def floors() -> list[list[str]]:
+    """The rooms in each row of the table, the lowest first."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    rows = text[text.index("## Rooms"):text.index("## Life of a request")]
+    firsts = re.findall(r"^\| (`vllm_pd[^|]*)\|", rows, re.MULTILINE)
+    return [re.findall(r"`(vllm_pd\.\w+)`", first) for first in firsts]
+
+
+def upward(graph: ImportGraph) -> list[tuple[str, str]]:
+    """The imports that go to a room of the same row or of a later one."""
+    floor = {name: number for number, rooms in enumerate(floors()) for name in rooms}
+    return [(name, one) for name, ones in graph.items() for one in ones
+            if room(name) != room(one) and floor[room(one)] >= floor[room(name)]]  # fmt: skip
+
+
+def test_a_room_imports_only_rooms_above_its_own_in_the_table():
+    assert len(modules()["vllm_pd.peer.thread"]) > 5, "the graph is not seen"
+    assert sorted(name for row in floors() for name in row) == sorted({room(name) for name in FILES} - {"vllm_pd"})
+    assert upward({name: ones for name, ones in modules().items() if name != "vllm_pd"}) == []
+
+
+def test_modules_import_each_other_in_no_circle():
+    assert list(graphlib.TopologicalSorter(modules()).static_order())
 
 
 def test_an_import_back_is_seen():
-    graph = {**rooms(), "errors": {"cli"}}
+    assert upward({"vllm_pd.errors": {"vllm_pd.v1.claim"}, "vllm_pd.v0.claim": {"vllm_pd.v1.claim"}}) == [
+        ("vllm_pd.errors", "vllm_pd.v1.claim"), ("vllm_pd.v0.claim", "vllm_pd.v1.claim")]
     with pytest.raises(graphlib.CycleError):
-        list(graphlib.TopologicalSorter(graph).static_order())
-
-
-@pytest.mark.parametrize("name", ["protocol", "rpc", "errors"])
-def test_what_lies_lowest_imports_little(name):
-    assert rooms()[name] <= {"protocol", "errors"}
+        list(graphlib.TopologicalSorter({**modules(), "vllm_pd.errors": {"vllm_pd.cli"}}).static_order())
 
 
 def test_every_logger_is_below_vllm_pd_of_vllm():
     """vLLM sets up handlers for `vllm` and what is below; other loggers print warnings without a prefix."""
-    loggers = [argument for file in MODULES for argument in re.findall(r"getLogger\((.*?)\)", file.read_text())]
+    loggers = [one for file in FILES.values() for one in re.findall(r"getLogger\((.*?)\)", file.read_text())]
     assert len(loggers) > 10
     assert {name for name in loggers if not re.fullmatch(r'"vllm\.pd(\.[a-z]+)?"', name)} == set()

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from vllm_pd.decisions.expected import Expected
+from vllm_pd.protocol.holds import PARAMS_KEY
 
-PARAMS_KEY, PLACE_KEY = "kv_transfer_params", "pd"  # the field of a request's body that asks for a place
+PLACE_KEY = "pd"  # the key of PARAMS_KEY that asks for a place
 
 
 class AskedPlace(StrEnum):

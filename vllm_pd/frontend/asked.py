@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_pd.decisions.policy import PARAMS_KEY, PLACE_KEY, PLACES
+from vllm_pd.decisions.policy import PLACE_KEY, PLACES
 from vllm_pd.frontend.asgi import error_response, posts_json, read_body, route_path
+from vllm_pd.protocol.holds import PARAMS_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pydantic
 from starlette.responses import JSONResponse
 
-from vllm_pd.decisions.policy import PARAMS_KEY
 from vllm_pd.errors import ControlError
 from vllm_pd.frontend.asgi import error_response, posts_json, read_body, receive_first, route_path
-from vllm_pd.protocol.holds import transfer_params
+from vllm_pd.protocol.holds import PARAMS_KEY, transfer_params
 from vllm_pd.protocol.messages import Job
 from vllm_pd.protocol.metaserver import JOB_KEY, URL_KEY, carried_job
 

@@ -24,13 +24,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vllm_pd.decisions.policy import PARAMS_KEY, PLACE_KEY, AskedPlace
+from vllm_pd.decisions.policy import PLACE_KEY, AskedPlace
 from vllm_pd.errors import ControlError
 from vllm_pd.events import notice
 from vllm_pd.frontend.access import refusal
 from vllm_pd.frontend.asgi import error_response, route_path
 from vllm_pd.frontend.drain import ServerDrain
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.holds import PARAMS_KEY
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from vllm_pd.decisions.policy import PARAMS_KEY
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, HoldEnd, HoldEnded, ToDecode
 
@@ -226,7 +225,8 @@ class Holds:
         return []
 
 
-# How a client carries a hold from P to D: vLLM's kv_transfer_params, as upstream's proxies pass them on.
+# How a client carries a hold from P to D: a field of P's answer and of the body for D, as upstream's proxies do it.
+PARAMS_KEY = "kv_transfer_params"
 
 
 def asks_for_hold(extra_args: Any) -> bool:

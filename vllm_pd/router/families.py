@@ -89,7 +89,7 @@ def _names(worker: RouterWorker) -> frozenset[str]:
 
 
 class UnsizedIndex:
-    """A `vllm_pd.router.events.subscriber.SubscribedIndex` for a rank whose block size is unknown until its first
+    """A `vllm_pd.router.events.holdings.SubscribedIndex` for a rank whose block size is unknown until its first
     event, which selects the family's index of that size."""
 
     def __init__(self, family: Family) -> None:

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from vllm_pd.decisions.policy import PARAMS_KEY
+from vllm_pd.protocol.holds import PARAMS_KEY
 from vllm_pd.router.outline import all_fields
 
 MAX_BODY_BYTES = 3 << 20  # of 800,000 tokens as text, 400,000 as ids; to read the worst one takes the loop 30 ms

@@ -6,46 +6,22 @@ so no failure of P's, and no error in the request, is seen by the client in anot
 """
 import asyncio
 import uuid
-from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from vllm_pd.router import prefill_form, responses
 from vllm_pd.router.client_connection import ClientConnection, ClientGone
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.placing import PlacementPlan, Placer
-from vllm_pd.router.prefill_form import Fields, NotPrefilled, PrefillOutcome
+from vllm_pd.router.prefill_form import NotPrefilled, PrefillOutcome
+from vllm_pd.router.request import PrefillLeg, RouterRequest
 from vllm_pd.router.responses import Headers
 from vllm_pd.router.worker_client import TryFailed, WorkerClient, WorkerResponse, WorkerResponseBroken
 from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, WorkerFailure, Workers
 
-if TYPE_CHECKING:
-    from vllm_pd.router.proxy import RouterRequest
-
 MAX_ANSWER_BYTES = 1 << 20
 REQUEST_ID = b"x-request-id"
-
-
-@dataclass
-class PrefillLeg:
-    """What became of it. `worker` is P, None where none was asked. With `params`, the `kv_transfer_params` of P's
-    answer, the request's `fields` are there too. `took_s`: the time at P."""
-    outcome: StrEnum = PrefillOutcome.CUT  # or a WorkerFailure
-    worker: RouterWorker | None = None
-    fields: Fields | None = None
-    params: bytes | None = None
-    took_s: float = 0.0
-
-    def take_body(self) -> bytes | None:
-        """The body for D with P's parameters, once: P's blocks may be gone after one D has had it. None afterwards."""
-        params, self.params = self.params, None
-        return None if params is None else prefill_form.decode_body(self.fields, params)
-
-    def explained(self) -> str:
-        """Its part of the header X-Vllm-Pd-Explain."""
-        return f"; prefill={self.outcome.value}" + (f" at {self.worker.url}" if self.worker is not None else "")
 
 
 class PrefillSender:
@@ -60,7 +36,7 @@ class PrefillSender:
         self._metrics = metrics
         self._now = asyncio.get_running_loop().time
 
-    async def run(self, request: "RouterRequest", plan: PlacementPlan, headers: Headers,
+    async def run(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
                   client: ClientConnection, is_fatal: bool) -> PrefillLeg:
         """Have a P compute the request's prompt, if the request is covered and there is a P, unless it `is_fatal` to
         Ps. Where the client has sent no request id, one is added to `headers`: some engines match both legs by it.

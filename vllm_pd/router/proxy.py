@@ -18,7 +18,6 @@ import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
 from http import HTTPStatus
 
@@ -41,7 +40,8 @@ from vllm_pd.router.options import MAX_TRIES, RequestOrder, RouterOptions
 from vllm_pd.router.placing import PlacementPlan, Placer
 from vllm_pd.router.policy import Choice
 from vllm_pd.router.prefill_form import PrefillOutcome
-from vllm_pd.router.prefill_leg import PrefillLeg, PrefillSender
+from vllm_pd.router.prefill_leg import PrefillSender
+from vllm_pd.router.request import RouterRequest, StreamBroke, Suspect
 from vllm_pd.router.responses import Headers, RouterResponse
 from vllm_pd.router.worker_client import TryFailed, WorkerClient, WorkerResponse, WorkerResponseBroken
 from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, WorkerFailure, Workers
@@ -70,48 +70,6 @@ class TryOutcome(Enum):
     BROKEN_LATER = "broken_later"  # the answer broke after its first byte
     CLIENT_GONE = "client_gone"
     CUT = "cut"  # the router is shutting down
-
-
-@dataclass
-class RouterRequest:
-    """A client's request. `target` is path and query as received. `generates`: its answer takes a step of an engine.
-    `prefill_leg`: what came of it in the order prefill-first, None in the order decode-first."""
-    method: bytes
-    path: str
-    target: bytes
-    headers: Headers
-    body: bytes
-    began_s: float
-    generates: bool
-    explain: bool = False
-    tries: list[dict[str, str]] = field(default_factory=list)
-    prefill_leg: PrefillLeg | None = None
-    resent: int = 0  # tries on an idle connection that the worker had closed
-    suspects: "list[_Suspect]" = field(default_factory=list)
-    refusals: list[tuple[RouterWorker, float]] = field(default_factory=list)  # workers that refused it, pause in s
-    stream: ContinuableStream | None = None  # its answer, where that can be continued
-    broke: "_StreamBroke | None" = None  # how that broke last
-    rest: tuple[bytes, bytes] | None = None  # target and body of the request for what is missing of it
-
-
-@dataclass
-class _Suspect:
-    """A worker that has answered a request with 500. `failure` is the number of that failure if it was taken out for
-    it, else None."""
-    worker: RouterWorker
-    failure: int | None
-    detail: str
-
-
-class _StreamBroke(Exception):
-    """A stream broke that can perhaps go on elsewhere. `lost`: its connection broke. If it can't, it ends with an error
-    of this `status`."""
-
-    def __init__(self, worker: RouterWorker, why: str, status: HTTPStatus, lost: bool) -> None:
-        super().__init__(why)
-        self.worker = worker
-        self.status = status
-        self.lost = lost
 
 
 class _StreamFailed(Exception):
@@ -215,7 +173,7 @@ class RouterProxy:
         while True:
             try:
                 return await self._try_all(request, plan, headers, client, broken)
-            except _StreamBroke as error:
+            except StreamBroke as error:
                 broke = request.broke = error.with_traceback(None)  # its frames hold the request
             broken.append(broke.worker)
             ending = request.stream.end()
@@ -540,7 +498,7 @@ class RouterProxy:
             failure = worker.fail(WorkerFailure.SERVER_ERROR, detail)
         else:
             worker.probe_soon()
-        request.suspects.append(_Suspect(worker, failure, detail))
+        request.suspects.append(Suspect(worker, failure, detail))
 
     @staticmethod
     def _revoke_failures(request: RouterRequest) -> None:
@@ -560,17 +518,17 @@ class RouterProxy:
 
     async def _end_broken(self, worker: RouterWorker, request: RouterRequest, client: ClientConnection, why: str,
                           status: HTTPStatus = HTTPStatus.BAD_GATEWAY, lost: bool = False) -> int:
-        """End an incomplete answer with an error event. Returns the answer's status. Raises _StreamBroke where it may
+        """End an incomplete answer with an error event. Returns the answer's status. Raises StreamBroke where it may
         go on instead, ClientResponseBroken where the answer is no stream that may get such an event."""
         self._metrics.of(worker.url, self._metrics.broken_streams).inc()
         if not client.takes_events:
             raise ClientResponseBroken(why)
-        broke = _StreamBroke(worker, why, status, lost)
+        broke = StreamBroke(worker, why, status, lost)
         if request.stream is not None:
             raise broke
         return await self._end_stream(client, self._broken_event(request, broke))
 
-    def _broken_event(self, request: RouterRequest, broke: _StreamBroke) -> bytes:
+    def _broken_event(self, request: RouterRequest, broke: StreamBroke) -> bytes:
         return self._errors.event(str(broke), broke.status, request.path)
 
     def _fatal_answer(self, request: RouterRequest) -> RouterResponse:

@@ -17,5 +17,5 @@ from vllm_pd.v1.engine_access import hand_over_engines  # noqa: E402
 from vllm_pd.v1.front import attach_servers  # noqa: E402
 
 claim_configurations()
-hand_over_engines()
+hand_over_engines(PDConnector)
 attach_servers()

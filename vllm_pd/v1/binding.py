@@ -26,10 +26,11 @@ from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.protocol.messages import Attempt, Load
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
-from vllm_pd.v1.prefill import InternalRequests, StepShare
+from vllm_pd.v1.prefill import InternalRequests
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks

@@ -31,16 +31,15 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-def hand_over_engines() -> None:
-    """From now on an engine of this process calls `bind_engine` of a connector of ours, in its own thread, when its
-    loop begins, and spares the sampling of prompts that it only keeps. May be called again."""
-    from vllm_pd.v1.connector import PDConnector
+def hand_over_engines(connector_class: type) -> None:
+    """From now on an engine of this process calls `bind_engine` of a connector of this class, in its own thread, when
+    its loop begins, and spares the sampling of prompts that it only keeps. May be called again."""
     if not hasattr(EngineCoreProc.preprocess_add_request, "vllm_pd"):
-        EngineCoreProc.preprocess_add_request = _sparing(EngineCoreProc.preprocess_add_request, PDConnector)
+        EngineCoreProc.preprocess_add_request = _sparing(EngineCoreProc.preprocess_add_request, connector_class)
     for cls in (EngineCoreProc, DPEngineCoreProc):
         run = cls.__dict__["run_busy_loop"]
         if not hasattr(run, "vllm_pd"):
-            cls.run_busy_loop = _handing_over(run, PDConnector)
+            cls.run_busy_loop = _handing_over(run, connector_class)
 
 
 def _handing_over(run: Callable[[EngineCoreProc], None], connector_class: type) -> Callable[[EngineCoreProc], None]:

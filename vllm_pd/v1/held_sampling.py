@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm.sampling_params import SamplingParams
 
-from vllm_pd.decisions.policy import PARAMS_KEY
-from vllm_pd.protocol.holds import asks_for_hold
+from vllm_pd.protocol.holds import PARAMS_KEY, asks_for_hold
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

@@ -30,6 +30,7 @@ from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.v1.contract import StepShare
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -37,12 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_pd.v1.engine_access import EngineAccess
-
-
-class StepShare(NamedTuple):
-    """What a step with jobs may compute: so many tokens, and so many of each request, 0: of each as many as that."""
-    tokens: int
-    of_each: int
 
 
 class ScheduledChunk(NamedTuple):

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-    from vllm_pd.v1.binding import EngineHandover
-    from vllm_pd.v1.prefill import StepShare
+    from vllm_pd.v1.contract import SchedulerBinding, StepShare
 
 
 def PDScheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverScheduling:
@@ -42,7 +41,7 @@ def PDScheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverSchedul
 class HandoverScheduling(Scheduler):
     """The mixin. `binding` is None until the engine's loop begins; till then this is V1's scheduler."""
 
-    binding: EngineHandover | None = None
+    binding: SchedulerBinding | None = None
 
     # What the binding calls.
 

@@ -6,8 +6,8 @@ several groups, for example one with full attention and one with a sliding windo
 every group holds it. At the first event of a second group everything known is forgotten. From then on a block is in the
 index while all groups seen so far hold it.
 """
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from vllm_pd.events import messages as m
 from vllm_pd.events.formats import (
@@ -21,17 +21,40 @@ from vllm_pd.events.formats import (
     lookahead_blocks,
 )
 
-if TYPE_CHECKING:
-    from vllm_pd.router.events.subscriber import SubscribedIndex
-
 _Block = tuple[m.Hash | None, list[int], int | str | None, str | None]  # parent, tokens, adapter, extras
+
+
+class SubscribedIndex(Protocol):
+    """The index that a subscriber feeds: `vllm_pd.router.index.PrefixIndex`, which documents these methods."""
+
+    block_size: int
+
+    def stored(self, worker: str, block_hashes: Sequence[m.Hash], parent: m.Hash | None, token_ids: Sequence[int],
+               block_size: int | None = None, lora: int | str | None = None,
+               extras: Sequence[str | None] | None = None, counted: bool = True) -> bool:
+        """The worker has stored these blocks."""
+
+    def removed(self, worker: str, block_hashes: Iterable[m.Hash]) -> None:
+        """The worker has removed these blocks."""
+
+    def set_lookahead(self, worker: str, blocks: int) -> None:
+        """The worker's hashes depend on so many following blocks."""
+
+    def cleared(self, worker: str) -> None:
+        """The worker has removed all blocks."""
+
+    def drop(self, worker: str) -> None:
+        """Forget the worker."""
+
+    def replacing(self, worker: str, blocks: Iterable[tuple]) -> Iterator[int]:
+        """The worker holds exactly these blocks; in steps."""
 
 
 class Holdings:
     """The blocks of one engine (`worker` in the index). `note` is called with the reason for each event that can't be
     used."""
 
-    def __init__(self, index: "SubscribedIndex", worker: str, note: Callable[[str], None]) -> None:
+    def __init__(self, index: SubscribedIndex, worker: str, note: Callable[[str], None]) -> None:
         self._index = index
         self._worker = worker
         self._note = note

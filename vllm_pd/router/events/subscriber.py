@@ -13,9 +13,9 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -37,7 +37,7 @@ from vllm_pd.router.events.followers import (
     SideFollower,
     count_malformed,
 )
-from vllm_pd.router.events.holdings import Holdings
+from vllm_pd.router.events.holdings import Holdings, SubscribedIndex
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.codec import MAX_FRAME_BYTES, BadFrame
 
@@ -66,32 +66,6 @@ class SubscriberState(Enum):
     SEARCHING = "searching"  # nothing
     SYNCING = "syncing"  # not the whole current state; it is being read
     LIVE = "live"  # the current state, apart from messages under way
-
-
-class SubscribedIndex(Protocol):
-    """The index that a subscriber feeds: `vllm_pd.router.index.PrefixIndex`, which documents these methods."""
-
-    block_size: int
-
-    def stored(self, worker: str, block_hashes: Sequence[m.Hash], parent: m.Hash | None, token_ids: Sequence[int],
-               block_size: int | None = None, lora: int | str | None = None,
-               extras: Sequence[str | None] | None = None, counted: bool = True) -> bool:
-        """The worker has stored these blocks."""
-
-    def removed(self, worker: str, block_hashes: Iterable[m.Hash]) -> None:
-        """The worker has removed these blocks."""
-
-    def set_lookahead(self, worker: str, blocks: int) -> None:
-        """The worker's hashes depend on so many following blocks."""
-
-    def cleared(self, worker: str) -> None:
-        """The worker has removed all blocks."""
-
-    def drop(self, worker: str) -> None:
-        """Forget the worker."""
-
-    def replacing(self, worker: str, blocks: Iterable[tuple]) -> Iterator[int]:
-        """The worker holds exactly these blocks; in steps."""
 
 
 class Subscriber:
