@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the README's tables are those of the JSON files that their measurement wrote.
-
-Each row of the two tables of gain and cost is named here, with its files.
+"""Figures of the tables of gain and cost, and of the README's choice of them, are those of the JSON files that their
+measurement wrote. Each row of the two tables in docs/benchmarks.md is named here, with its files.
 """
 import json
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-SECTION = (ROOT / "README.md").read_text().partition("## What it gains")[2].partition("\n## ")[0]
+FIGURE = re.compile(r"\d[\d,]*\.\d+|\d[\d,]*\d|\d+(?= wrong| unfinished| leaked| hang)")
 
 
 def read(name: str) -> Any:
@@ -28,7 +28,7 @@ def served(name: str, arm: str, figure: str) -> float:
 
 
 def short(name: str, figure: str, first: str = "") -> Iterator[str]:
-    """This figure of the short prompts with each arm that the README compares, in ms."""
+    """This figure of the short prompts with each arm that the table compares, in ms."""
     found = {arm: f"{served(name, arm, f'short.{figure}'):,.0f}"
              for arm in ("pd", "mixed-rr", "chunked-256", "chunked-64", "alone")}
     yield f"| {found['pd']} ms | two mixed engines {first}{found['mixed-rr']} ms; "
@@ -147,10 +147,23 @@ FILED: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def rows() -> list[str]:
-    """All rows of the tables but their heads."""
-    lines = [line for line in SECTION.splitlines() if line.startswith("| ")]
+def rows(page: str = "docs/benchmarks.md", heading: str = "## At a glance") -> list[str]:
+    """All rows of the tables of gain and cost but their heads."""
+    section = (ROOT / page).read_text().partition(heading)[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [line for line in lines if not line.startswith(("| gain |", "| cost |"))]
+
+
+def figures(row: str) -> set[str]:
+    """The figures of a row, without those of its last column."""
+    return set(FIGURE.findall("|".join(row.split("|")[:-2])))
+
+
+def test_the_readme_chooses_rows_and_changes_no_figure():
+    chosen = rows("README.md", "## What it gains")
+    assert len(chosen) == 6
+    for row in chosen:
+        assert figures(row) and any(figures(row) <= figures(other) for other in rows()), row
 
 
 def test_every_row_is_named_once():
