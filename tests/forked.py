@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle of a process whose parent is another one: a child of a fork server (scripts/_chaos/zygote.py)."""
+"""The handle of a process whose parent is another one: a child of a fork server (scripts/lab/_chaos/zygote.py)."""
 
 import os
 import select

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One `LLM` in a process of its own, stepped by itself and driven over a pipe.
 
-A fork server (scripts/_chaos/zygote.py) calls `serve` in the new process, with a setup {"model": ..., "role":
+A fork server (scripts/lab/_chaos/zygote.py) calls `serve` in the new process, with a setup {"model": ..., "role":
 "kv_consumer" | null, "extra": {...}, "llm": {...}, "async_output": false, "cores": "0|1", one for each rank}.
 
 Each message on the pipe is a JSON object with an `op`, answered by one JSON object: {"result": ...} or {"error": ...}.

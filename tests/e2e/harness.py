@@ -20,7 +20,7 @@ from tests.verdict import Crash, Leak, mark_answers
 from tests.waiting import wait_for
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"  # of which an engine's process has some
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "lab"  # of which an engine's process has some
 START_S = 400
 WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short run of scripts/chaos.py: two decode and two prefill engines, a blow every few seconds, a lossy network, and
-asynchronous output processing on the decode engines, as on CUDA."""
+"""A short run of scripts/lab/chaos.py: two decode and two prefill engines, a blow every few seconds, a lossy network,
+and asynchronous output processing on the decode engines, as on CUDA."""
 
 from _chaos.blows import Blow
 from _chaos.session import ChaosSettings, chaos

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts for tests of scripts/gpu_check.py's harness: each ends in a way of its own."""
+"""Parts for tests of scripts/lab/gpu_check.py's harness: each ends in a way of its own."""
 import atexit
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/bench_index.py` does what it says; how fast is not for a test to say."""
+"""`scripts/lab/bench_index.py` does what it says; how fast is not for a test to say."""
 import argparse
 
 import bench_index as bench

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/bench_tokens.py` compares the same ids; how fast is not for a test to say."""
+"""`scripts/lab/bench_tokens.py` compares the same ids; how fast is not for a test to say."""
 import json
 import os
 

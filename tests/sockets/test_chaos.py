@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tools of scripts/chaos.py: a guard that sees nothing would pass every run."""
+"""The tools of scripts/lab/chaos.py: a guard that sees nothing would pass every run."""
 
 import asyncio
 import contextlib

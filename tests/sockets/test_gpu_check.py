@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/gpu_check.py's harness: a part that fails, hangs or breaks off harms no other one, and all of it is said."""
+"""scripts/lab/gpu_check.py's harness: a part that fails, hangs or breaks off harms no other one, and all is said."""
 import json
 import subprocess
 import sys

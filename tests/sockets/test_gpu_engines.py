@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of scripts/gpu_check.py that have engines, beside servers that stand in for them."""
+"""The parts of scripts/lab/gpu_check.py that have engines, beside servers that stand in for them."""
 import contextlib
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport parts of scripts/gpu_check.py on the CPU: they pass, and what they are there to find they find (B3)."""
+"""The transport parts of scripts/lab/gpu_check.py on the CPU pass, and what they are there to find they find (B3)."""
 import pytest
 import torch
 from _gpu_check import bits, order

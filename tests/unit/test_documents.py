@@ -83,6 +83,15 @@ def test_the_module_map_names_what_there_is():
             assert any((room / f"{name}.py").exists() or (room / name).is_dir() for room in rooms), f"{first}: {name}"
 
 
+def test_every_script_of_the_lab_makes_figures_of_the_pages_that_it_names():
+    lab = ROOT / "scripts" / "lab"
+    rows = dict(re.findall(r"^\| `(\w+\.py)` \| (.*) \|$", (lab / "README.md").read_text(), re.MULTILINE))
+    assert rows.keys() == {file.name for file in lab.glob("*.py")}
+    for script, pages in rows.items():
+        for page in re.findall(r"\]\(([^)]+)\)", pages):
+            assert f"lab/{script}" in (lab / page).read_text(), f"{script}: {page}"
+
+
 def test_every_result_is_linked():
     linked = {(document.parent / target).resolve() for document in DOCUMENTS
               for target in re.findall(r"\]\(([^)\s#]+)\)", document.read_text())}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/compare_forms.py`: what counts as an equal answer, and that the page says how many forms there are (B11)."""
+"""`scripts/lab/compare_forms.py`: what counts as an equal answer, and that the page has the number of forms (B11)."""
 import json
 import re
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lab"))
 
 from _forms.answers import FormAnswer, compare
 from _forms.forms import LONG_WORDS, all_forms, long_text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/gpu_check.py: budgets, verdicts and command lines, without a process."""
+"""scripts/lab/gpu_check.py: budgets, verdicts and command lines, without a process."""
 import contextlib
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulation behind scripts/compare_thresholds.py: by hand where it can be, and the same for the same seed."""
+"""The simulation behind scripts/lab/compare_thresholds.py: by hand where it can be, and the same for the same seed."""
 import dataclasses
 
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counts of scripts/compare_connectors.py: what is wrong, hangs, dies or leaks is seen."""
+"""The counts of scripts/lab/compare_connectors.py: what is wrong, hangs, dies or leaks is seen."""
 import asyncio
 import sys
 from collections import Counter
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lab"))
 
 import compare_connectors
 from _connectors import faults, report

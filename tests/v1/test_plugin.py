@@ -52,7 +52,7 @@ register()  # again: plugins may be loaded several times
     assert ours == ["vllm_pd", "vllm_pd.errors", "vllm_pd.model.installation", "vllm_pd.model.offloading", "vllm_pd.v1",
                     "vllm_pd.v1.plugin"]
     about = {"wrapped": [], "threads": [], "plugin_modules": ours}
-    assert untouched(about, about), "and scripts/bench_v1.py takes it for that"
+    assert untouched(about, about), "and scripts/lab/bench_v1.py takes it for that"
     theirs = [name for name in found["modules"] if name.split(".")[0] in ("vllm", "zmq", "nixl", "msgspec", "torch")]
     assert theirs == [] or all("lora" in name for name in theirs), theirs  # vLLM's own plugins are loaded with ours
 

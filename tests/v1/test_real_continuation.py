@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lab"))
 
 from _connectors.pair import ENVIRONMENT, EngineShape
 from _connectors.serve import ForkedServer, ServerFactory

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lab"))
 
 from _connectors.pair import BLOCK_SIZE, ENVIRONMENT, ConnectorName, EnginePair, EngineShape
 from _connectors.questions import ANSWER_TOKENS, Question, answer_all, draw_prompts_between

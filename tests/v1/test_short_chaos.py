@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short run of scripts/chaos.py with V1 engines: two of each role, a blow every few seconds, a lossy network."""
+"""A short run of scripts/lab/chaos.py with V1 engines: two of each role, a blow every few seconds, a lossy network."""
 import os
 
 import pytest

@@ -3,9 +3,9 @@
 """Send each form of request to an engine with PD off, to a decode engine, and to a router before it; compare (B11).
 
     VLLM_PD_ENGINE=v1 . scripts/env.sh
-    python scripts/compare_forms.py                        # all forms; some minutes on two cores
-    python scripts/compare_forms.py --only 'chat, seed'    # those whose name contains this
-    python scripts/compare_forms.py --json FILE
+    python scripts/lab/compare_forms.py                        # all forms; some minutes on two cores
+    python scripts/lab/compare_forms.py --only 'chat, seed'    # those whose name contains this
+    python scripts/lab/compare_forms.py --json FILE
 
 The tiny model, on the CPU. Long prompts are handed over to a prefill engine, which the decode engine's counters must
 show. An answer must have the same status, type and content, without ids and times (`_forms/answers.py`). Differences

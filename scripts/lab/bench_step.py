@@ -3,8 +3,8 @@
 """Step time with PD off: the patched tree against the unpatched one, in pairs (B50; the goal is within 1 %).
 
     . scripts/env.sh
-    python scripts/bench_step.py --json step.json
-    python scripts/bench_step.py --null                 unpatched against itself: the noise of the machine
+    python scripts/lab/bench_step.py --json step.json
+    python scripts/lab/bench_step.py --null                 unpatched against itself: the noise of the machine
 
 Two processes, one for each tree, share a core and take turns: a short round of decode steps on one tree, then on the
 other, in alternating order. After some rounds both are replaced by new ones. There are two kinds of steps: `engine`,
@@ -19,6 +19,8 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # _series, _upstream_tests, _wheel
 
 from _bench_step.pairs import StepPair, StepVerdict, judge
 from _bench_step.turns import StepWorker

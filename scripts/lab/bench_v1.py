@@ -3,8 +3,9 @@
 """The figures of engine V1 in one run: step times, an engine that waits, and the hand-over's overhead.
 
     VLLM_PD_ENGINE=v1 . scripts/env.sh
-    python scripts/bench_v1.py --json figures.json
-    python scripts/bench_v1.py --part scheduler         schedule() and update_from_output() alone: no engine, a minute
+    python scripts/lab/bench_v1.py --json figures.json
+    python scripts/lab/bench_v1.py --part scheduler         schedule() and update_from_output() alone: no engine, a
+    minute
 
 All with the tiny model. Everything is compared within the run: the step times in pairs of rounds on processes that take
 turns on one core (as bench_step.py does for V0), the waiting engine with a stock one whose requests wait as well.
@@ -37,6 +38,8 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # _series, _upstream_tests, _wheel
 
 from _bench_v1 import pushing, waiting
 from _bench_v1.installations import find_installations

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks on one GPU what the tests can't: blocks in its memory, kernels that run beside transfers, graphs.
 
-    python scripts/gpu_check.py --model DIR --out build/gpu         all that this machine can run, in ten minutes
-    python scripts/gpu_check.py --part bits --part order            only these
-    python scripts/gpu_check.py --device cpu                        the same parts without a GPU, where they can
+    python scripts/lab/gpu_check.py --model DIR --out build/gpu         all that this machine can run, in ten minutes
+    python scripts/lab/gpu_check.py --part bits --part order            only these
+    python scripts/lab/gpu_check.py --device cpu                        the same parts without a GPU, where they can
 
 Each part runs in a process of its own with a deadline of its own; one that fails or hangs does not end the others. OUT
 gets `gpu_check.json`, written after each part, and the log of each part. The exit status: 0 where nothing failed, 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU time that the router needs to place one request among many workers that all hold its first block.
 
-    python scripts/bench_placing.py [--workers 1000] [--requests 200]
+    python scripts/lab/bench_placing.py [--workers 1000] [--requests 200]
 """
 import argparse
 import asyncio

@@ -3,7 +3,7 @@
 """When should the KV of a prompt leave: after the prompt, after each chunk, or after each layer of each chunk?
 
     VLLM_PD_ENGINE=v1 . scripts/env.sh
-    python scripts/bench_layerwise.py $VLLM_PD_MODEL --json layers.json
+    python scripts/lab/bench_layerwise.py $VLLM_PD_MODEL --json layers.json
 
 Two processes, a core each, over NIXL, with a real model's forward passes (by transformers, float32) in place of
 vLLM's, so that nothing differs between the ways but the writes. One prefills a prompt in chunks. The other one decodes

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What clients and streams that misbehave do to a router: `python scripts/bench_edge.py --router NAME=COMMAND ...`.
+"""What clients and streams that misbehave do to a router: `python scripts/lab/bench_edge.py --router NAME=COMMAND ...`.
 
 Each router stands in front of one dummy worker of this script. Meanwhile `/health` is asked 20 times a second, each
 time over a new connection, and the router's memory is read. Cases:

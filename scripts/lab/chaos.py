@@ -4,7 +4,7 @@
 (B20 to B34).
 
     . scripts/env.sh
-    python scripts/chaos.py --requests 2000 --episodes 120 --calm-episodes 30 --out chaos
+    python scripts/lab/chaos.py --requests 2000 --episodes 120 --calm-episodes 30 --out chaos
 
 With `--engine v1`, in the environment of VLLM_PD_ENGINE=v1, the engines are those of a stock vLLM with the plugin.
 
@@ -81,7 +81,7 @@ def repeating_command(settings: ChaosSettings) -> str:
               if (value := getattr(settings, field.name)) != field.default]
     words += ["--no-proxy"] * (not settings.proxy) + ["--keys"] * settings.keys
     words += ["--async-output"] * settings.async_output
-    return " ".join(["python scripts/chaos.py", *words])
+    return " ".join(["python scripts/lab/chaos.py", *words])
 
 
 def print_line(text: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from _gpu_check.harness import CheckSettings
 from _gpu_check.results import PartFailed, PartOutcome, PartResult, PartSkipped, write_json
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class PartRun:

@@ -61,7 +61,7 @@ RECIPES = {EngineKind.V0: EngineRecipe("_chaos.engine:serve", LLM, {"VLLM_USE_V1
 
 
 def option(default: int | float | BrokerKind | EngineKind, text: str) -> Any:
-    """A field with an option of scripts/chaos.py; `text` is its help."""
+    """A field with an option of scripts/lab/chaos.py; `text` is its help."""
     return field(default=default, metadata={"help": text})
 
 

@@ -3,9 +3,9 @@
 """Our connector and upstream's own, side by side on stock vLLM: the same prompts, the same faults.
 
     export VLLM_PD_ENGINE=v1; . scripts/env.sh
-    python scripts/compare_connectors.py --out results                         all connectors, all faults, D's leg
-    python scripts/compare_connectors.py --connector NixlConnector --fault d-stopped --out results
-    python scripts/compare_connectors.py --legs --out results                  D's leg only
+    python scripts/lab/compare_connectors.py --out results                         all connectors, all faults, D's leg
+    python scripts/lab/compare_connectors.py --connector NixlConnector --fault d-stopped --out results
+    python scripts/lab/compare_connectors.py --legs --out results                  D's leg only
 
 Every answer is compared with that of one stock engine without a connector. Leases are shortened by each connector's own
 settings, so that a run is short. What is in the folder already and was not run now stays in the JSON, so a comparison

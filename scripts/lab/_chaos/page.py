@@ -35,7 +35,7 @@ def page(figures: dict, command: str, picture: str) -> str:
     settings = figures["settings"]
     values = {name: _text(value) for name, value in figures.items()} | {"lease_s": settings["pd"]["lease_s"]}
     rows = "\n".join(f"| {name.format(**values)} | {text.format(**values)} |" for name, text in ROWS)
-    return f"""# A run of scripts/chaos.py
+    return f"""# A run of scripts/lab/chaos.py
 
     {command}
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`max_local_prefill_tokens: auto` against fixed numbers, over the loads of `vllm-pd bench serve`, in simulated time.
 
-    python scripts/compare_thresholds.py --out docs/results/thresholds.json        all machines, three rounds
-    python scripts/compare_thresholds.py --machine cpu --rounds 1
+    python scripts/lab/compare_thresholds.py --out docs/results/thresholds.json        all machines, three rounds
+    python scripts/lab/compare_thresholds.py --machine cpu --rounds 1
 
 Engines are simulated (`_thresholds.engine`), the policy and what it measures are real. The same arguments give the same
 figures. For real engines: `vllm-pd bench serve MODEL --arm pd --pd max_local_prefill_tokens=auto`.
