@@ -5,21 +5,25 @@
 All run in the environment of this process, which is that of engine V0, but tests/v1: that folder's is made when its
 turn comes.
 
-    run_tests.py [--fast | --all] [pytest arguments]
+    run_tests.py [--fast | --rest | --all] [pytest arguments]
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from _tests.session import Session
 
 ROOT = Path(__file__).resolve().parents[1]
-# The folders of the first lane start engines and mostly wait for them; those of the second mostly compute.
+# The folders of the first lane start engines, those of the second mostly do not.
 LANES = {
-    "engines": ("e2e", "dp"),
-    "others": ("series", "unit", "proof", "v1", "dp_protocol", "upstream", "sockets", "transfer", "peers", "router",
-               "wheel"),
+    "engines": ("v1", ),
+    "others": ("series", "unit", "proof", "sockets", "router", "peers", "transfer", "wheel"),
+}
+REST = {  # what only a change of the patches, of engine V0 or of the step sync can break
+    "engines": ("e2e", ),
+    "others": ("dp", "upstream", "dp_protocol"),
 }
 # Folders with an environment of their own, and what starts pytest there.
 V1_PYTEST = ("bash", "-c", 'VLLM_PD_ENGINE=v1 . scripts/env.sh && exec python -m pytest "$@"', "pytest-v1")
@@ -32,6 +36,7 @@ FAST = {
 WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2}
 FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")
+SKIP_PROVEN = "VLLM_PD_SKIP_PROVEN"  # for tests/searches.py
 # Options of which each folder's pytest would spoil what another does, or that say nothing to it.
 OF_ONE_PYTEST = ("--basetemp", "--junitxml", "--junit-xml", "--ignore", "--ignore-glob")
 
@@ -41,17 +46,21 @@ def main() -> int:
                                      allow_abbrev=False)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--fast", action="store_true", help="series, unit, proof, and one prompt through two engines")
-    which.add_argument("--all", action="store_true", help="with the heavy proofs of docs/testing.md")
+    which.add_argument("--rest", action="store_true", help="what only the patches, V0 or the step sync can break")
+    which.add_argument("--all", action="store_true", help="everything, with the heavy proofs of docs/testing.md")
     chosen, options = parser.parse_known_args()
     for option in options:
         if option.partition("=")[0] in OF_ONE_PYTEST:
             parser.error(f"{option} can't be used: name what is to run, below tests/: each folder has its own pytest")
-    lanes = {lane: [f"tests/{name}" for name in names] for lane, names in (FAST if chosen.fast else LANES).items()}
+    parts = (LANES, REST) if chosen.all else (FAST if chosen.fast else REST if chosen.rest else LANES, )
+    lanes = {lane: [f"tests/{name}" for part in parts for name in part[lane]] for lane in LANES}
     if not chosen.all:
         options = [*NOT_HEAVY, *options]
+        os.environ[SKIP_PROVEN] = "1"
     counts = FAST_WORKERS if chosen.fast else WORKERS
     workers = {f"tests/{name}": ("-n", str(count)) for name, count in counts.items()}
-    return Session(ROOT, options, ROOT / "build" / "tests", workers, COMMANDS).run(lanes)
+    kept = ROOT / "build" / ("tests_rest" if chosen.rest else "tests")
+    return Session(ROOT, options, kept, workers, COMMANDS).run(lanes)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Run the tests:   bash scripts/test.sh [--fast | --all] [pytest arguments]
+# Run the tests:   bash scripts/test.sh [--fast | --rest | --all] [pytest arguments]
 #
 #   --fast   only the series, the pure tests, the protocol, and one prompt through two engines
-#   --all    with the heavy proofs, which docs/testing.md lists
+#   --rest   the others: engines of V0, the step sync, the patched tree; for a change of patches/, vllm_pd/v0 or the protocol
+#   --all    both, with the heavy proofs, which docs/testing.md lists, and all searches
 #
-# Every folder of tests/ runs in a pytest of its own, in two lanes side by side; a table with the time of each is printed at the
+# A search through the protocol's states that has passed is skipped until code that it sees changes. Every folder of tests/ runs in a pytest of its own, in two lanes side by side; a table with the time of each is printed at the
 # end, and build/tests has the outputs. A test that failed runs once more, alone, after everything else; if it passes then, it is
 # listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
 # With a path below tests/ among the arguments, that is what runs, once, heavy or not. Does all the set-up itself (scripts/env.sh):

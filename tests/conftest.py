@@ -8,6 +8,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from tests.searches import pytest_collection_modifyitems, pytest_runtest_call  # noqa: F401
 from tests.verdict import (  # noqa: F401  pytest finds hooks in a conftest
     pytest_assertrepr_compare,
     pytest_configure,

@@ -82,6 +82,7 @@ EXPLORED = {
 }
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("name", EXPLORED)
 def test_b70_all_states_are_good(name):
     model, setting, states = EXPLORED[name]
@@ -129,6 +130,7 @@ UNBROKEN = dict.fromkeys((ShmModel if issubclass(model, ShmModel) else RpcModel,
                          if setting not in [one for _, one, _ in EXPLORED.values()])
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("model, setting", UNBROKEN)
 def test_unbroken_it_is_good_in_the_same_setting(model, setting):
     explore(model(setting))

@@ -80,6 +80,7 @@ def spin(folder, options, optimised="-O1"):
     return report
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("options", [*GOOD, *heavy(LARGE)])
 def test_b70_spin_finds_nothing(tmp_path, options):
     report = spin(tmp_path, options)

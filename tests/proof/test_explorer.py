@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_b34_no_interleaving_breaks_an_invariant(case: Case, capsys: pytest.CaptureFixture):
     """B34, B20-B23, B25, B27-B29: and each state that was seen is counted."""

@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_b102_no_interleaving_breaks_a_hold(case, capsys):
     found = search(case.scene, case.depth, heal_each=20)

@@ -139,6 +139,7 @@ TestWalk = Walk.TestCase
 TestWalk.settings = settings(
     max_examples=int(os.environ.get("VLLM_PD_EXAMPLES", "200")), stateful_step_count=80, deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large])
+TestWalk.pytestmark = [pytest.mark.search]
 
 
 class ChunkedWalk(Walk):
@@ -149,6 +150,7 @@ class ChunkedWalk(Walk):
 
 TestChunkedWalk = ChunkedWalk.TestCase
 TestChunkedWalk.settings = settings(TestWalk.settings, max_examples=TestWalk.settings.max_examples // 2)
+TestChunkedWalk.pytestmark = [pytest.mark.search]
 
 
 class WalkWithoutFence(Walk):

@@ -28,6 +28,7 @@ def life_cycle_steps(steps: collections.Counter) -> int:
     return sum(steps.values()) - steps["timer"]
 
 
+@pytest.mark.search
 def test_b34_a_million_steps_of_the_life_cycle(capsys: pytest.CaptureFixture):
     """B20-B23, B25-B29, B34: no wrong KV is read, no write lands outside its fence, each request ends once, and when
     all has ended nothing is held."""
@@ -113,6 +114,7 @@ class TestScheduled:
             outcome = fleet.run()
         return outcome, max(engine.longest_wait for engine in fleet.engines.values())
 
+    @pytest.mark.search
     def test_b20_b34_storms(self, capsys):
         """B20-B23, B25-B29, B31, B32, B34: with and without prefix cache and chunked prefill, block tables and
         reference counts compared after each step."""
@@ -136,6 +138,7 @@ class TestScheduled:
         one, two = (self.run(7, storm(7), blocks=24) for _ in range(2))
         assert one == two
 
+    @pytest.mark.search
     def test_b20_b34_storms_with_auto(self):
         """B20, B34: where expected times decide, and no fixed number."""
         reasons: collections.Counter = collections.Counter()

@@ -9,7 +9,8 @@ TESTS = Path(__file__).resolve().parents[1]
 
 def test_every_folder_is_in_one_lane():
     folders = {file.relative_to(TESTS).parts[0] for file in TESTS.rglob("test_*.py")}
-    assert sorted(folder for lane in run_tests.LANES.values() for folder in lane) == sorted(folders)
+    assert sorted(folder for part in (run_tests.LANES, run_tests.REST) for lane in part.values()
+                  for folder in lane) == sorted(folders)
     assert run_tests.WORKERS.keys() <= folders
 
 

@@ -42,6 +42,7 @@ def first_failure(folder, in_flight: int, histories: int) -> str:
     return ""
 
 
+@pytest.mark.search
 def test_b20_b34_any_order(model_folder, in_flight):
     assert not first_failure(model_folder, in_flight, HISTORIES)
 
