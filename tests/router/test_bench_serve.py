@@ -58,7 +58,7 @@ def cores() -> str:
 
 
 def test_every_arm_gets_the_same_load(tmp_path, monkeypatch):
-    """For 2 s: what is due while the machine is too busy for it until the load's end is not sent."""
+    """For 4 s: what is due while the machine is too busy for it until the load's end is not sent."""
     before, warmed = cores(), []
 
     async def send(entries, *load):
@@ -67,7 +67,7 @@ def test_every_arm_gets_the_same_load(tmp_path, monkeypatch):
 
     monkeypatch.setattr(measure, "send_each", send)
     run = ServeOutcome(tmp_path, arms=("alone", "pd", "mixed-rr", "chunked-64", "single"), cores=cores(),
-                       load_cores=cores().split(",")[0], load=replace(LOAD, duration_s=2.0))
+                       load_cores=cores().split(",")[0], load=replace(LOAD, duration_s=4.0))
     assert run.status == 0, run.text
     assert warmed == [1, 1, 3, 3, 1], "each engine behind a router, and the router"
     assert cores() == before, "--load-cores is for the run"
