@@ -46,7 +46,7 @@ def build(out: Path) -> Path:
     """Write the plugin's wheel into out; returns its path."""
     version = project.version("", "plugin")
     writer, dist_info = _writer(out, "vllm_pd", version)
-    for file in project.package_files():
+    for file in project.package_files("plugin"):
         writer.add(file.relative_to(project.ROOT).as_posix(), file)
     built = {"version": version, "target": "plugin", "source": source_key()}
     writer.add(BUILD_FILE, (json.dumps(built, indent=2) + "\n").encode())
@@ -73,7 +73,8 @@ def build_stand_in(out: Path, version: str) -> Path:
 
 def source_key() -> str:
     """Hash of all that goes into the plugin's wheel."""
-    return cache.tree_key(project.ROOT, [*project.package_files(), *project.recipe_files(), project.ROOT / "LICENSE"])
+    files = [*project.package_files("plugin"), *project.recipe_files(), project.ROOT / "LICENSE"]
+    return cache.tree_key(project.ROOT, files)
 
 
 def _writer(out: Path, name: str, version: str) -> tuple[WheelWriter, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("cpu", "cuda", "plugin")
+PATCHED_ONLY = ("v0", "bench/dp")  # folders of vllm_pd
 NAMES = {"plugin": "vllm-pd"}  # of the distributions; the patched wheels replace vllm
 
 
@@ -42,10 +43,12 @@ def overrides(target: str) -> dict[str, str | bool]:
     return requires["common"] | requires[check_target(target)]
 
 
-def package_files() -> list[Path]:
-    """Every file of ``vllm_pd`` that goes into the wheel."""
-    found = (ROOT / "vllm_pd").rglob("*")
-    return sorted(f for f in found if f.is_file() and "__pycache__" not in f.parts and f.suffix != ".pyc")
+def package_files(target: str) -> list[Path]:
+    """Every file of ``vllm_pd`` that goes into the wheel. The plugin has nothing that needs the patched vLLM."""
+    package = ROOT / "vllm_pd"
+    left_out = [package / name for name in PATCHED_ONLY if target == "plugin"]
+    return sorted(f for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts and f.suffix != ".pyc"
+                  and not any(folder in f.parents for folder in left_out))
 
 
 def recipe_files() -> list[Path]:

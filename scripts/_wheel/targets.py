@@ -124,7 +124,7 @@ def official_wheel(python: str) -> Path:
 
 def _add_ours(writer: WheelWriter, target: str, changed: list[str], **facts: str) -> None:
     """``vllm_pd``, the version module and the build file."""
-    for file in project.package_files():
+    for file in project.package_files(target):
         writer.add(file.relative_to(project.ROOT).as_posix(), file)
     pin = source.upstream_pin()
     writer.add("vllm/_version.py", metadata.version_module(version(target)).encode())
@@ -150,7 +150,7 @@ def key(target: str, python: str) -> str:
     """Hash of all that goes into the wheel."""
     if target == "plugin":
         return plugin.source_key()
-    own = cache.tree_key(project.ROOT, [*project.package_files(), *project.recipe_files()])
+    own = cache.tree_key(project.ROOT, [*project.package_files(target), *project.recipe_files()])
     compiled = ""
     if target == "cpu":
         compiled = extension.key(source.patched(python), extension.torch_version(python))

@@ -2,6 +2,7 @@
 """The second distribution, vllm-pd: what is in its wheel, and that it refuses to stand beside the patched vLLM."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -28,7 +29,10 @@ def wheel(tmp_path_factory) -> checks.Wheel:
 def test_the_plugin_holds_our_package_and_no_vllm(wheel, own_hashes):
     assert wheel.path.name == f"vllm_pd-{project.version('', 'plugin')}-py3-none-any.whl"
     assert checks.record_problems(wheel) == []
-    expected = own_hashes | {plugin.BUILD_FILE: wheel.found[plugin.BUILD_FILE]}
+    ours = {name: found for name, found in own_hashes.items()
+            if not name.startswith(("vllm_pd/v0/", "vllm_pd/bench/dp/"))}
+    assert "vllm_pd/v1/plugin.py" in ours and len(ours) < len(own_hashes) - 40
+    expected = ours | {plugin.BUILD_FILE: wheel.found[plugin.BUILD_FILE]}
     assert checks.content_problems(wheel, expected) == []
     assert json.loads(wheel.text(plugin.BUILD_FILE))["target"] == "plugin"
     assert "Root-Is-Purelib: true" in wheel.info("WHEEL")
@@ -80,6 +84,8 @@ def run_beside(wheel: checks.Wheel, folder, version: str | None, program: str) -
     if version is not None:
         (folder / f"vllm-{version}.dist-info").mkdir()
         (folder / f"vllm-{version}.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+    if version == PATCHED:  # which has brought its part of vllm_pd
+        shutil.copytree(project.ROOT / "vllm_pd" / "v0", folder / "vllm_pd" / "v0")
     return subprocess.run([sys.executable, "-c", program], cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)},
                           capture_output=True, text=True, timeout=300)
 

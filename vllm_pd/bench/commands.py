@@ -57,6 +57,14 @@ def write(report: Any, output: Path | None) -> None:
             raise ConfigError("--output", str(output), f"{error}: write another file") from None
 
 
+def require_patched(command: str) -> None:
+    """Raises ConfigError where the plugin is installed: it has no step sync, and so nothing that measures it."""
+    from importlib.util import find_spec
+    if find_spec("vllm_pd.v0") is None:
+        raise ConfigError("bench", command, "this is the plugin for a stock vLLM, which has no step sync of ours: run "
+                          "it in an environment with the patched vLLM 0.9.2")
+
+
 def known_urls(state: Path | None, given: dict[str, list[str] | None]) -> dict[str, tuple[str, ...]]:
     """The URLs of each option in `given`, or those of a state file. Raises ConfigError."""
     from vllm_pd.ops.launch.state import UpState
@@ -114,6 +122,7 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
                                                     callback=_picture)] = None,
        output: Output = None) -> None:
     """Start data-parallel V1 engines and measure their step sync. With two trees, their engines take turns."""
+    require_patched("dp")
     from vllm_pd.bench.dp import report
     from vllm_pd.bench.dp.measure import DpBench, measure, variants
     compared = variants(other, rim or ["shared-memory"], stop_every)
@@ -137,6 +146,7 @@ def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many rank
              step_ms: Annotated[float, typer.Option(help="How long a forward pass takes at least.")] = 20,
              output: Output = None) -> None:
     """Start many ranks, processes whose forward pass is only a barrier, and measure their step sync."""
+    require_patched("dp-ranks")
     from vllm_pd.bench.dp.ranks import RanksBench, measure, table
     found = measure(RanksBench(tuple(ranks or [16, 64, 256]), rim, busy, requests, tokens, step_ms / 1000), typer.echo)
     print_table(table(found))
