@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a reader follows in the README and in docs/ is there: links, files, modules, commands and their options."""
+import ast
 import functools
 import re
 from pathlib import Path
@@ -81,6 +82,60 @@ def test_the_module_map_names_what_there_is():
         rooms = [ROOT / name.replace(".", "/") for name in re.findall(r"`(vllm_pd\.\w+)`", first)]
         for name in re.findall(r"`(\w+)`", modules):
             assert any((room / f"{name}.py").exists() or (room / name).is_dir() for room in rooms), f"{first}: {name}"
+
+
+def section(page: str, heading: str) -> str:
+    """The text of a page's section, up to the next one."""
+    return (ROOT / "docs" / page).read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+@functools.cache
+def names_in(file: str) -> set[str]:
+    """The functions and classes of a module of vllm_pd, also those inside others."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse((ROOT / "vllm_pd" / file).read_text())) if isinstance(node, kinds)}
+
+
+def named_places(text: str) -> list[tuple[str, str]]:
+    """(file, function) of all that is written as `file.py`: `function`, `function`."""
+    return [(file, name) for file, names in re.findall(r"`([\w/]+\.py)`: (`\w+`(?:, `\w+`)*)", text)
+            for name in re.findall(r"`(\w+)`", names)]
+
+
+def test_each_place_that_a_request_goes_through_is_there_and_they_are_counted():
+    text = section("design.md", "One request through the code")
+    rows = [[cell.strip() for cell in row.strip("|").split("|")]
+            for row in re.findall(r"^\| [1-8] \|.*$", text, re.MULTILINE)]
+    assert len(rows) > 25 and {len(row) for row in rows} == {5}
+    table = "\n".join("|".join(row) for row in rows)
+    places = named_places(table)
+    assert len(places) > 80
+    assert {file for file, _ in places} == set(re.findall(r"`([\w/]+\.py)`", table)), "a file without a function"
+    assert [place for place in places if place[1] not in names_in(place[0])] == []
+    patches = "".join(path.read_text() for path in (ROOT / "patches").glob("*.patch"))
+    for name in re.findall(r"scheduler's `(\w+)`", table):
+        assert re.search(rf"^\+ .*\b(?:def |self\.){name}\b", patches, re.MULTILINE), name
+    at = {engine: {file for row in rows if row[1] in (engine, f"{engine}'s rank") for file, _ in named_places(row[2])}
+          for engine in ("D", "P")}
+    assert (f"D's trip goes through {len(at['D'])} files and `peer/`, that of the job at P through {len(at['P'])} and "
+            f"`peer/`; {len(at['D'] & at['P'])} of them are the same files.") in " ".join(text.split())
+
+
+def test_each_object_that_knows_something_of_an_attempt_is_there():
+    rows = re.findall(r"^\| `([\w.]+)` \| ((?:`\w+`(?:, )?)+) \|", section("protocol.md",
+                      "Who knows what of an attempt"), re.MULTILINE)
+    assert len(rows) > 12
+    for module, classes in rows:
+        for name in re.findall(r"`(\w+)`", classes):
+            assert name in names_in(f"{module.replace('.', '/')}.py"), f"{module}: {name}"
+
+
+def test_each_thread_that_is_named_is_started():
+    started = set(re.findall(r'name="(vllm-pd-[a-z]+)"', "".join(
+        path.read_text() for path in (ROOT / "vllm_pd").rglob("*.py"))))
+    named = set(re.findall(r"^\| .*", section("design.md", "Processes, threads and sockets"), re.MULTILINE))
+    assert (found := {name for row in named for name in re.findall(r"`(vllm-pd-[a-z]+)`", row)})
+    assert found <= started
 
 
 def test_every_script_of_the_lab_makes_figures_of_the_pages_that_it_names():
