@@ -138,6 +138,21 @@ def test_each_thread_that_is_named_is_started():
     assert found <= started
 
 
+def test_the_bug_of_the_first_hour_can_be_planted_and_its_stops_and_tests_are_there():
+    page = (ROOT / "docs" / "first_hour.md").read_text()
+    (line,) = re.findall(r"^    -( .+)$", page, re.MULTILINE)
+    assert (ROOT / "vllm_pd" / "protocol" / "prefill.py").read_text().count(f"\n{line}\n") == 1
+    modules = dict(re.findall(r"vllm_pd\.([\w.]+) as (\w)", page))
+    stops = re.findall(r"\(Pdb\) b (\w)\.(\w+)\.(\w+)", page)
+    assert len(stops) > 3
+    for alias, *names in stops:
+        (module,) = [module for module, name in modules.items() if name == alias]
+        assert set(names) <= names_in(f"{module.replace('.', '/')}.py"), names
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for name in re.findall(r"\b(test_\w+)(?:\[|` fails)", page):
+        assert f"def {name}(" in tests, name
+
+
 def test_every_script_of_the_lab_makes_figures_of_the_pages_that_it_names():
     lab = ROOT / "scripts" / "lab"
     rows = dict(re.findall(r"^\| `(\w+\.py)` \| (.*) \|$", (lab / "README.md").read_text(), re.MULTILINE))
