@@ -25,6 +25,17 @@ def test_the_sum_is_that_of_the_series():
     assert total and total.group() in " ".join(README.split())
 
 
+def test_each_word_that_stands_for_one_of_dynamos_is_ours():
+    """In the second column: names that the patches add, or that vllm_pd has."""
+    source = "".join(path.read_text() for folder_, pattern in (("patches", "*.patch"), ("vllm_pd", "*.py"))
+                     for path in (ROOT / folder_).rglob(pattern))
+    ours = re.findall(r"^\| .+ \| (.+) \|$", readme.words(), re.MULTILINE)[1:]
+    assert len(ours) == 10 and readme.words() in TABLE
+    for name in re.findall(r"`([\w.]+)`", " ".join(ours)):
+        module = ROOT / f"{name.replace('.', '/')}.py"
+        assert module.exists() or re.search(rf"\b{name.rpartition('.')[2]}\b", source), name
+
+
 def test_the_patches_for_data_parallelism_stand_last():
     for_dp = [readme.is_for_dp(patch) for patch in folder.patches(folder.load(ROOT / "patches"))]
     assert any(for_dp) and for_dp == sorted(for_dp)
