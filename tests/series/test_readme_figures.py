@@ -177,3 +177,32 @@ def test_its_figures_are_those_of_the_file(beginning):
     [row] = [row for row in rows() if row.startswith(f"| {beginning}")]
     for figure in FILED[beginning]():
         assert figure in row
+
+
+def point(name: str, arm: str, turn: int, number: int = 0) -> dict[str, Any]:
+    """One point of one round of an arm, as it was measured."""
+    return read(name)["arms"][arm]["rounds"][turn]["points"][number]
+
+
+@pytest.mark.parametrize("other", ["single", "mixed-rr"])
+def test_the_ratios_beside_the_published_ones_are_those_of_the_burst(other):
+    def ratios(figure: Callable[[dict[str, Any]], float], digits: int) -> str:
+        """Of both rounds."""
+        ours, theirs = ([figure(point("burst_v1.json", arm, turn)) for turn in (0, 1)] for arm in ("pd", other))
+        return ", ".join(f"{one / another:.{digits}f}" for one, another in zip(ours, theirs, strict=True))
+
+    row = " | ".join([f"| here: `pd` over `{other}`, each round", ratios(lambda one: one["answer_tokens_per_s"], 2),
+                      ratios(lambda one: one["ttft_ms"]["mean"], 1), ratios(lambda one: one["tpot_ms"]["mean"], 2),
+                      ratios(lambda one: one["itl_ms"]["p99"], 2)])
+    assert f"{row} |" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_more_load_weighs_as_the_page_says():
+    low, high = (point("rate_v1.json", "mixed-rr", 0, number) for number in (0, 3))
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    p50, mean, itl = ([figure(one) for one in (low, high)] for figure in (
+        lambda one: one["short"]["ttft_ms"]["p50"], lambda one: one["ttft_ms"]["mean"] / 1000,
+        lambda one: one["itl_ms"]["mean"]))
+    assert f"TTFT of short prompts, p50, {p50[0]:.0f} to {p50[1]:.0f} ms (1.8 times)" in text
+    assert (f"2.9 times the TTFT ({mean[0]:.2f} to {mean[1]:.2f} s, all prompts) and 2.8 times the ITL "
+            f"({itl[0]:.0f} to {itl[1]:.0f} ms)") in text
