@@ -25,7 +25,8 @@ START_S = 400
 WAIT_S = 150  # nothing here takes a tenth of it, but on a machine that is busy with others
 VOCABULARY = range(1000, 40000)  # plain tokens of the models' tokenizer
 PROTOCOL = "disagg.protocol"
-RUNNING_JOBS = f"[known['state'].value for known in {PROTOCOL}.debug_state()['prefill'].values()].count('running')"
+DEBUG_STATE = f"{PROTOCOL}.operators.debug_state()"
+RUNNING_JOBS = f"[known['state'].value for known in {DEBUG_STATE}['prefill'].values()].count('running')"
 CANCELLED = "agent:prefill_cancelled"
 # Somebody who stands still for some seconds, because others need the machine, is not taken for one that is gone.
 PATIENT = {"heartbeat_s": 1.5, "ttl_s": 8, "lease_s": 60}
@@ -161,12 +162,12 @@ class EngineProcess:
         return self.do("wait_until", expression=expression, timeout_s=timeout_s, answer_s=timeout_s + 10)
 
     def wait_for_peers(self, count: int = 1) -> None:
-        self.wait_until(f"disagg.protocol.view().broker_up and disagg.protocol.view().prefill_peers == {count}")
+        self.wait_until(f"{PROTOCOL}.decode.view().broker_up and {PROTOCOL}.decode.view().prefill_peers == {count}")
 
     def wait_for(self, *peers: "EngineProcess") -> None:
         """Until these prefill engines, and no others, can be used: one that died may count until it is found dead."""
         names = sorted(peer.incarnation() for peer in peers)
-        self.wait_until(f"{PROTOCOL}.view().broker_up and {PROTOCOL}.debug_state()['prefill_peers'] == {names!r}")
+        self.wait_until(f"{PROTOCOL}.decode.view().broker_up and {DEBUG_STATE}['prefill_peers'] == {names!r}")
 
     def incarnation(self) -> str:
         return self.evaluate("disagg.agent.member.incarnation")
@@ -176,10 +177,10 @@ class EngineProcess:
         where a renewal is on its way. Returns when the control thread has ended them."""
         self.execute(f"""
 soon = time.monotonic() + 0.3
-while {PROTOCOL}.bring_forward(soon, {limit == "lease_until"}):
+while {PROTOCOL}.operators.bring_forward(soon, {limit == "lease_until"}):
     if time.monotonic() > soon + {WAIT_S}:
         raise TimeoutError("attempts outlive their {limit}")
-    disagg.protocol.wake()
+    disagg.protocol.control.wake()
     time.sleep(0.02)
 """)
 
@@ -208,7 +209,7 @@ while {PROTOCOL}.bring_forward(soon, {limit == "lease_until"}):
 
     def hear_last_words(self) -> None:
         """Until this decode engine has counted what peers say of a transfer after its end."""
-        self.wait_until(f"not {PROTOCOL}.debug_state()['awaited_timings']")
+        self.wait_until(f"not {DEBUG_STATE}['awaited_timings']")
         self.do("step", count=1)
 
     def hear_cancel(self, before: "Counters") -> None:

@@ -41,7 +41,7 @@ def test_b26_nats_killed_and_started_again(guarded, mono):
     expected = mono.tokens(prompts)
     guarded.broker.kill()
     try:
-        guarded.d.wait_until("not disagg.protocol.view().broker_up")
+        guarded.d.wait_until("not disagg.protocol.decode.view().broker_up")
         before = guarded.d.counters()
         assert guarded.d.tokens(prompts[:1]) == expected[:1]
         assert guarded.d.counters().since(before)["decisions_total:local,broker"] == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from _chaos.zygote import Zygote
 from faults import Fault
-from harness import PATIENT, PROTOCOL, BrokerProcess, EngineProcess, prompt
+from harness import DEBUG_STATE, PATIENT, BrokerProcess, EngineProcess, prompt
 
 from tests.forked import state
 from tests.waiting import wait_for
@@ -169,7 +169,7 @@ def test_b21_another_p_takes_over(stage):
         p.do("hold", held=True)
     stage.d.add(tokens, "x")
     stage.d.wait_until("disagg.agent.counts()['decode_granted'] == 1")
-    [name] = stage.d.evaluate(f"[one['peer'] for one in {PROTOCOL}.debug_state()['decode'].values() if one['peer']]")
+    [name] = stage.d.evaluate(f"[one['peer'] for one in {DEBUG_STATE}['decode'].values() if one['peer']]")
     [victim] = [p for p in stage.ps if p.incarnation() == name]
     stage.bury(victim)
     stage.p.do("hold", held=False)
@@ -288,14 +288,14 @@ def test_b30_a_prompt_larger_than_p(stage):
 def test_b30_a_token_that_p_does_not_have(stage):
     """B30: an id beyond the vocabulary in the job alone: P refuses the job and lives, D prefills what it was asked."""
     tokens = prompt(60, "b30 token")
-    stage.d.execute("def submit(attempt, token_ids, *rest, start=disagg.protocol.submit):\n"
+    stage.d.execute("def submit(attempt, token_ids, *rest, start=disagg.protocol.decode.submit):\n"
                     "    start(attempt, [*token_ids[:-1], 2**31 - 1], *rest)\n"
-                    "disagg.protocol.submit = submit")
+                    "disagg.protocol.decode.submit = submit")
     before, served = stage.d.counters(), stage.p.counters()
     try:
         assert stage.d.tokens([tokens]) == stage.expected(tokens)
     finally:
-        stage.d.execute("del disagg.protocol.submit")
+        stage.d.execute("del disagg.protocol.decode.submit")
     counted = stage.d.counters().since(before)
     assert counted["attempts_total:failed"] == counted["agent:decode_granted"] == 1
     assert stage.p.counters().since(served)["agent:prefill_failed"] == 1

@@ -170,15 +170,15 @@ def test_b22_a_read_that_outlives_its_lease_is_not_used(pair, mono, always):
     """B22: the data may be as it was, but nobody vouches for it any more."""
     tokens = known_to_d(pair, 6, "late") + prompt(30, "late")
     before = pair.p.counters()
-    pair.p.execute(KEEP_ENDS + "stands = disagg.protocol.lease_stands\n"
-                   "disagg.protocol.lease_stands = lambda attempt: False")
+    pair.p.execute(KEEP_ENDS + "stands = disagg.protocol.prefill.lease_stands\n"
+                   "disagg.protocol.prefill.lease_stands = lambda attempt: False")
     try:
         pair.d.add(tokens, "x")
         pair.p.wait_until("driver.kept")
     finally:
         pair.p.execute(GIVE_ENDS)
     [result] = pair.d.wait(["x"])
-    pair.p.execute("disagg.protocol.lease_stands = stands")
+    pair.p.execute("disagg.protocol.prefill.lease_stands = stands")
     assert result["outputs"][0]["token_ids"] == mono.tokens([tokens])[0]
     counted = pair.p.counters().since(before)
     assert (counted[READS + "late"], counted[READS + "done"]) == (1, 0)

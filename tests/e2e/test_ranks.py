@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENT, PROTOCOL, RUNNING_JOBS, WAIT_S, EngineProcess, Pair, prompt
+from harness import DEBUG_STATE, PATIENT, RUNNING_JOBS, WAIT_S, EngineProcess, Pair, prompt
 
 from tests.forked import freeze
 from tests.waiting import wait_for
@@ -69,10 +69,11 @@ def worker_pids(engine: EngineProcess) -> list[int]:
 
 def keep_away(d: EngineProcess, p: EngineProcess) -> None:
     """The next attempt of D is none of P's business; those that follow are."""
-    d.execute("def submit(attempt, token_ids, block_ids, cached_blocks, avoid, *rest, start=disagg.protocol.submit):\n"
-              "    del disagg.protocol.submit\n"
+    d.execute("start = disagg.protocol.decode.submit\n"
+              "def submit(attempt, token_ids, block_ids, cached_blocks, avoid, *rest, start=start):\n"
+              "    del disagg.protocol.decode.submit\n"
               f"    start(attempt, token_ids, block_ids, cached_blocks, (*avoid, {p.incarnation()!r}), *rest)\n"
-              "disagg.protocol.submit = submit")
+              "disagg.protocol.decode.submit = submit")
 
 
 def takes_jobs(engine: EngineProcess, jobs: int) -> None:
@@ -125,7 +126,7 @@ def test_b28_only_one_of_two_ranks_arrives(trio, two, mono):
     two.execute(STOP_BEFORE_WRITE.format(pid=other))
     name = trio.d.add(tokens)
     try:
-        arrived = f"[known['arrived'] for known in {PROTOCOL}.debug_state()['decode'].values()]"
+        arrived = f"[known['arrived'] for known in {DEBUG_STATE}['decode'].values()]"
         trio.d.wait_until(f"any({arrived})")
         assert trio.d.evaluate(arrived) == [[0]]
         assert trio.d.stats()["remote_prefilling"] == 1 and trio.d.stats()["running"] == 0

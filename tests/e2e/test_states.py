@@ -159,7 +159,7 @@ def test_b26_broker_gone_and_back(pair, mono):
         [result] = pair.d.wait(["waiting"])
         assert result["outputs"][0]["token_ids"] == expected[0]
         pair.p.thaw()
-        pair.d.wait_until("not disagg.protocol.view().broker_up")
+        pair.d.wait_until("not disagg.protocol.decode.view().broker_up")
         assert pair.d.tokens(prompts[1:3]) == expected[1:3]
         counted = pair.d.counters().since(before)
         assert counted["decisions_total:local,broker"] == 2
@@ -176,15 +176,15 @@ def test_b26_broker_gone_and_back(pair, mono):
 def test_b29_notices_that_are_none(pair, mono):
     """B29: garbage, and notices of unknown, finished and foreign attempts, sent by a real peer while one is awaited."""
     first, second = prompt(60, 2900), prompt(60, 2901)
-    pair.d.execute("driver.seen = []; start = disagg.protocol.submit\n"
+    pair.d.execute("driver.seen = []; start = disagg.protocol.decode.submit\n"
                    "def submit(attempt, *rest):\n    driver.seen.append(attempt)\n    start(attempt, *rest)\n"
-                   "disagg.protocol.submit = submit")
+                   "disagg.protocol.decode.submit = submit")
     [expected_first, expected_second] = mono.tokens([first, second])
     assert pair.d.tokens([first]) == [expected_first]
     before = pair.d.counters()
     granted(pair, "x", second)
     [done, parked] = pair.d.evaluate("[[a.incarnation, a.request_id, a.number] for a in driver.seen]")
-    pair.d.execute("del disagg.protocol.submit")
+    pair.d.execute("del disagg.protocol.decode.submit")
     older = [parked[0], parked[1], parked[2] - 1]
     notices = [b"", b"\xc1", b"noise" * 50000, msgspec.msgpack.encode([done, 0]), msgspec.msgpack.encode([older, 0]),
                msgspec.msgpack.encode([["nobody", "x", 1], 0]), msgspec.msgpack.encode([parked, 1]),
@@ -294,7 +294,7 @@ def stranger(pair):
         config = PDConfig.parse("kv_producer", {"broker": pair.broker.url, **PATIENT})
         agent = ControlAgent(config, member, b"", wake=lambda: None)
         agent.start()
-        agent.protocol.set_credits(8)
+        agent.protocol.prefill.set_credits(8)
         agents.append(agent)
         return agent
 
@@ -313,20 +313,20 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     """B42: refused, both values named on both sides, traffic stays local, and the one that fits is used again."""
     tokens = prompt(60, f"4200 {key}")
     pair.p.freeze()
-    pair.d.wait_until("disagg.protocol.view().prefill_peers == 0")
+    pair.d.wait_until("disagg.protocol.decode.view().prefill_peers == 0")
     agent = stranger(**{key: value})
-    pair.d.wait_until(f"{key!r} in (disagg.protocol.view().mismatch or '')")
-    named = pair.d.evaluate("disagg.protocol.view().mismatch")
+    pair.d.wait_until(f"{key!r} in (disagg.protocol.decode.view().mismatch or '')")
+    named = pair.d.evaluate("disagg.protocol.decode.view().mismatch")
     assert key in named and str(value) in named and ours in named
-    pair.d.wait_until("disagg.protocol.degraded().cause == 'mismatch'")
+    pair.d.wait_until("disagg.protocol.operators.degraded().cause == 'mismatch'")
     pair.d.wait_until("disagg._degraded is not None and disagg._degraded.cause == 'mismatch'")
     assert pair.d.counters().with_prefix("degraded:") == {"broker": 0, "control": 0, "mismatch": 1, "peer": 0,
                                                            "weights": 0}
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1
-    wait_for(lambda: agent.protocol.view().mismatch is not None, "the stranger does not hear it")
-    assert key in agent.protocol.view().mismatch and str(value) in agent.protocol.view().mismatch
+    wait_for(lambda: agent.protocol.decode.view().mismatch is not None, "the stranger does not hear it")
+    assert key in agent.protocol.decode.view().mismatch and str(value) in agent.protocol.decode.view().mismatch
     assert agent.protocol.poll_event() is None
     assert agent.error is None
 

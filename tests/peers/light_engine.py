@@ -99,24 +99,25 @@ class LightEngine:
 
     def do_state(self) -> dict:
         process = psutil.Process()
-        return {"free": len(self.free), "open": len(self.agent.protocol.open_attempts()), "jobs": len(self.jobs),
+        operators = self.agent.protocol.operators
+        return {"free": len(self.free), "open": len(operators.open_attempts()), "jobs": len(self.jobs),
                 "waiting": len(self.waiting) + len(self.prompts), "handles": self.worker.live_handles(),
-                "counts": self.agent.counts(), "totals": self.agent.protocol.totals(), "dropped": self.agent.dropped(),
-                "view": msgspec.structs.asdict(self.agent.protocol.view()),
+                "counts": self.agent.counts(), "totals": operators.totals(), "dropped": self.agent.dropped(),
+                "view": msgspec.structs.asdict(self.agent.protocol.decode.view()),
                 "role": self.agent.protocol.state.role.value, "left": self.agent.protocol.state.left,
                 "error": repr(self.agent.error) if self.agent.error else None,
                 "fds": process.num_fds(), "threads": process.num_threads(), "rss": process.memory_info().rss,
-                "moved": self.moved, "claimed": self.agent.protocol.is_read(), "reached": self._reached()}
+                "moved": self.moved, "claimed": self.agent.protocol.prefill.is_read(), "reached": self._reached()}
 
     def _reached(self) -> list[str]:
         """The peers whose lifelines have been found once: from now on their deaths are seen there."""
         return [name for name, peer in list(self.agent.thread.liveness.rules._peers.items()) if peer.reached]
 
     def do_drain(self) -> None:
-        self.agent.protocol.drain()
+        self.agent.protocol.operators.drain()
 
     def do_role(self, role: str) -> str:
-        return self.agent.protocol.set_role(m.Role(role))
+        return self.agent.protocol.operators.set_role(m.Role(role))
 
     def do_work(self, seconds: float) -> None:
         """How long a prefill takes, those that wait included."""
@@ -135,7 +136,7 @@ class LightEngine:
         hold = m.Attempt(self.agent.member.incarnation, "held", len(tokens))
         count = -(-len(tokens) // BLOCK_SIZE)
         blocks, self.free = self.free[:count], self.free[count:]
-        assert self.agent.protocol.hold(hold, token_digest(tokens), blocks)
+        assert self.agent.protocol.prefill.hold(hold, token_digest(tokens), blocks)
         self.held[hold] = blocks
         return hold
 
@@ -143,9 +144,9 @@ class LightEngine:
         """Claim a hold, and read it for ever."""
         count = -(-len(tokens) // BLOCK_SIZE)
         blocks, self.free = self.free[:count], self.free[count:]
-        attempt = self.agent.protocol.next_attempt(name)
+        attempt = self.agent.protocol.decode.next_attempt(name)
         self.prompts[attempt] = (name, tokens, blocks)
-        self.agent.protocol.claim_hold(attempt, hold, token_digest(tokens), blocks, 0, WAIT_S)
+        self.agent.protocol.decode.claim_hold(attempt, hold, token_digest(tokens), blocks, 0, WAIT_S)
 
     def do_refuse_probes(self) -> None:
         """Whoever connects to the lifeline from now on is refused, as by a firewall of this host that lets open
@@ -153,7 +154,7 @@ class LightEngine:
         quiet, self._writer = os.pipe()
         os.dup2(quiet, self.agent.lifeline_fileno())  # which the control thread still polls
         os.close(quiet)
-        self.agent.protocol.wake()  # so that it does not poll what was there before
+        self.agent.protocol.control.wake()  # so that it does not poll what was there before
 
     def do_quit(self) -> None:
         self.agent.close()
@@ -183,14 +184,14 @@ class LightEngine:
         self._collect()
         self._start_waiting()
         self._compute()
-        self.agent.protocol.set_credits(max(0, self.room - len(self.jobs)))
+        self.agent.protocol.prefill.set_credits(max(0, self.room - len(self.jobs)))
         self.agent.protocol.set_load(m.Load(len(self.prompts) + len(self.jobs), len(self.waiting), len(self.free)))
 
     def _collect(self) -> None:
         progress = self.worker.take_progress()
         for notice in progress.notices:
             arrival = ArrivalNotice.decode(notice.payload)
-            self.agent.protocol.arrived(arrival.attempt, arrival.rank)
+            self.agent.protocol.decode.arrived(arrival.attempt, arrival.rank)
         for end in progress.finished:
             self._written(end)
         for event in iter(self.agent.protocol.poll_event, None):
@@ -221,16 +222,16 @@ class LightEngine:
             if count > len(self.free):
                 return
             self.waiting.popleft()
-            view = self.agent.protocol.view()
+            view = self.agent.protocol.decode.view()
             if not (self.agent.protocol.state.hands_over and view.broker_up and view.prefill_peers):
                 self.ended[name] = "local"
                 continue
             blocks, self.free = self.free[:count], self.free[count:]
             for layer in self.memory:
                 layer[:, blocks] = 0
-            attempt = self.agent.protocol.next_attempt(name)
+            attempt = self.agent.protocol.decode.next_attempt(name)
             self.prompts[attempt] = (name, tokens, blocks)
-            self.agent.protocol.submit(attempt, tokens, blocks, 0)
+            self.agent.protocol.decode.submit(attempt, tokens, blocks, 0)
 
     def _prefilled(self, attempt: m.Attempt) -> None:
         name, tokens, blocks = self.prompts.pop(attempt)
@@ -243,9 +244,9 @@ class LightEngine:
             count = len(job.prefill.block_ids)
             if job.blocks or job.due > time.monotonic() or count > len(self.free):
                 continue
-            if not self.agent.protocol.may_write(attempt):
+            if not self.agent.protocol.prefill.may_write(attempt):
                 del self.jobs[attempt]
-                self.agent.protocol.failed(attempt, "the lease ran out")
+                self.agent.protocol.prefill.failed(attempt, "the lease ran out")
                 continue
             job.blocks, self.free = self.free[:count], self.free[count:]
             for layer in self.memory:
@@ -259,17 +260,17 @@ class LightEngine:
         self.free += job.blocks
         self.moved += end.bytes
         if job.cancelled:
-            self.agent.protocol.ended(attempt)
+            self.agent.protocol.prefill.ended(attempt)
         elif end.ok:
-            self.agent.protocol.sent(attempt, m.Timings(bytes=end.bytes, measured=True))
+            self.agent.protocol.prefill.sent(attempt, m.Timings(bytes=end.bytes, measured=True))
         else:
-            self.agent.protocol.failed(attempt, end.error)
+            self.agent.protocol.prefill.failed(attempt, end.error)
 
     def _cancelled(self, attempt: m.Attempt) -> None:
         job = self.jobs.get(attempt)
         if job is None or not job.blocks:
             self.jobs.pop(attempt, None)
-            self.agent.protocol.ended(attempt)
+            self.agent.protocol.prefill.ended(attempt)
         elif not job.cancelled:
             job.cancelled = True
             self.worker.execute([transfer.CancelTransfer(str(attempt))])

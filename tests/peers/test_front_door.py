@@ -285,7 +285,7 @@ def test_b82_an_address_that_a_header_may_have_made_up_is_not_believed(tmp_path)
 def test_b43_what_an_operator_asks_elsewhere_is_seen_here(tmp_path):
     async def body(served):
         await until(lambda: served.agent.thread.sockets.front_routes)
-        served.agent.protocol.drain()
+        served.agent.protocol.operators.drain()
         served.agent.protocol.set_load(m.Load())
         while (await served.ask("GET", "/pd/status"))[1].get("drained") is not True:
             await asyncio.sleep(0.01)
@@ -337,7 +337,7 @@ def test_b43_all_ranks_behind_one_server_drain_together(tmp_path, begin):
         elif begin == "http":
             assert [status.member.draining for status in await drains[0].begin()] == [True, True]
         else:
-            agents[1].protocol.drain()
+            agents[1].protocol.operators.drain()
         await until(lambda: all(agent.protocol.state.draining for agent in agents))
         await until(lambda: all(drain.draining for drain in drains))
         agents[0].protocol.set_load(m.Load())

@@ -106,7 +106,7 @@ class Engine:
                                   self._wake, **more)
         self.agent.start()
         self.protocol = self.agent.protocol
-        cluster = self.protocol._cluster
+        cluster = self.protocol._core.cluster
         cluster.silent_s = min(silent_s, settings.ttl_s)
 
     def close(self):
@@ -120,13 +120,13 @@ class Engine:
         self.bell.set()
 
     def submit(self, request_id="r", tokens=TOKENS, cached_blocks=1):
-        attempt = self.protocol.next_attempt(request_id)
-        self.protocol.submit(attempt, tokens, list(range(10, 10 + -(-len(tokens) // 16))), cached_blocks)
+        attempt = self.protocol.decode.next_attempt(request_id)
+        self.protocol.decode.submit(attempt, tokens, list(range(10, 10 + -(-len(tokens) // 16))), cached_blocks)
         return attempt
 
     def state_of(self, attempt):
         """What the half of the protocol that has a record of this attempt knows of it."""
-        state = self.protocol.debug_state()
+        state = self.protocol.operators.debug_state()
         return (state["decode"] | state["prefill"])[attempt]
 
     def expect(self, kind, timeout_s=WAIT_S):
@@ -142,12 +142,17 @@ class Engine:
             self.bell.wait(left_s)
             self.bell.clear()
 
+    def expect_holder(self, other):
+        """The other engine may hold a prompt for this one, which can read it."""
+        wait_for(lambda: self.protocol.decode.knows_holder(other.agent.member.incarnation),
+                 self.protocol.operators.debug_state, WAIT_S)
+
     def expect_view(self, condition, timeout_s=WAIT_S):
-        wait_for(lambda: condition(self.protocol.view()), self.protocol.view, timeout_s)
+        wait_for(lambda: condition(self.protocol.decode.view()), self.protocol.decode.view, timeout_s)
 
     def assert_clean(self):
         assert self.agent.error is None
-        assert self.protocol.open_attempts() == [] and self.events == [] and take_events(self) == []
+        assert self.protocol.operators.open_attempts() == [] and self.events == [] and take_events(self) == []
 
 
 @pytest.fixture(params=KINDS)
@@ -188,7 +193,7 @@ class Clock:
 
 def fall_back_soon(decode):
     """Where there is no P for a second. The same of a broker is not enough."""
-    side = decode.protocol._decode
+    side = decode.protocol._core.decode_half
     side.limits = msgspec.structs.replace(side.limits, ttl_s=1.0)
 
 
@@ -200,7 +205,7 @@ def pair(broker, engine):
 
 
 def peered(decode, prefill, room=4):
-    prefill.protocol.set_credits(room)
+    prefill.protocol.prefill.set_credits(room)
     decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 1)
     assert prefill.expect(AddPeer) == AddPeer(decode.agent.member.incarnation, b"memory of kv_consumer")
     return decode, prefill
@@ -211,12 +216,12 @@ def hand_over(decode, prefill, request_id="r"):
     attempt = decode.submit(request_id)
     job = prefill.expect(Prefill)
     assert job == Prefill(attempt, TOKENS, [11, 12], 1, [10], decode.agent.member.incarnation)
-    assert prefill.protocol.may_write(attempt)  # which D is told
+    assert prefill.protocol.prefill.may_write(attempt)  # which D is told
     decode.bell.wait(2)
-    prefill.protocol.set_credits(4)
-    prefill.protocol.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))
+    prefill.protocol.prefill.set_credits(4)
+    prefill.protocol.prefill.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))
     wait_for(lambda: decode.state_of(attempt)["measured"], "its word that all was sent has not come")
-    decode.protocol.arrived(attempt, 0)
+    decode.protocol.decode.arrived(attempt, 0)
     return decode.expect(Prefilled).timings
 
 
@@ -241,8 +246,8 @@ def test_a_hand_over_over_the_wire(pair):
     for one in pair:
         one.assert_clean()
         assert one.agent.dropped().keys() <= {"link_unsent", *SAID_AGAIN}, "nothing odd was said"
-    assert decode.protocol.totals() == {"decode_granted": 1, "decode_done": 1}
-    assert prefill.protocol.totals() == {"prefill_granted": 1, "prefill_sent": 1}
+    assert decode.protocol.operators.totals() == {"decode_granted": 1, "decode_done": 1}
+    assert prefill.protocol.operators.totals() == {"prefill_granted": 1, "prefill_sent": 1}
 
 
 def test_b20_many_hand_overs_leave_nothing_behind(pair):
@@ -250,7 +255,7 @@ def test_b20_many_hand_overs_leave_nothing_behind(pair):
     decode, prefill = pair
     hand_over(decode, prefill)
     for one in pair:
-        cluster = one.protocol._cluster
+        cluster = one.protocol._core.cluster
         cluster.heartbeat_s, cluster.silent_s = 10 * WAIT_S, 20 * WAIT_S
     before = [one.agent.counts() for one in pair]
     for number in range(100):
@@ -265,15 +270,15 @@ def test_broker_and_peers_are_bounded_by_room(pair):
     time.sleep(0.3)
     assert taken == attempts[:4] and take_events(prefill) == []
     decode.expect_view(lambda view: view.queue_length == 3)
-    prefill.protocol.set_credits(2)
+    prefill.protocol.prefill.set_credits(2)
     assert [prefill.expect(Prefill).attempt for _ in range(2)] == attempts[4:6]
     for attempt in attempts:
-        decode.protocol.abort(attempt)
+        decode.protocol.decode.abort(attempt)
     cancelled = [prefill.expect(Cancelled).attempt for _ in range(6)]
     assert set(cancelled) == set(attempts[:6])
     assert decode.expect(Released).attempt == attempts[6], "the one that nobody had"
     for attempt in cancelled:
-        prefill.protocol.ended(attempt)
+        prefill.protocol.prefill.ended(attempt)
     assert {decode.expect(Released).attempt for _ in range(6)} == set(attempts[:6])
     decode.assert_clean()
     prefill.assert_clean()
@@ -285,13 +290,13 @@ def test_b96_no_prompt_waits_for_a_prefill_engine_that_is_paused(broker, engine)
     decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL), room=0)
     fall_back_soon(decode)
     attempt = decode.submit()
-    prefill.protocol.set_credits(0, is_paused=True)
+    prefill.protocol.prefill.set_credits(0, is_paused=True)
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.PEER)
     assert decode.expect(Released).attempt == attempt
-    assert decode.protocol.view().prefill_peers == 0
+    assert decode.protocol.decode.view().prefill_peers == 0
     assert not prefill.protocol.state.member().draining, "its front end goes on"
-    prefill.protocol.set_credits(4)
+    prefill.protocol.prefill.set_credits(4)
     decode.expect_view(lambda view: view.prefill_peers == 1)
     hand_over(decode, prefill)
     decode.assert_clean()
@@ -301,7 +306,7 @@ def test_b96_no_prompt_waits_for_a_prefill_engine_that_is_paused(broker, engine)
 def test_b96_a_paused_engine_with_clients_is_listed_as_before(broker, engine):
     """They may wait for it, at its front end or behind a router."""
     both = engine(Settings(broker.address), m.Role.BOTH)
-    both.protocol.set_credits(0, is_paused=True)
+    both.protocol.prefill.set_credits(0, is_paused=True)
     assert not both.protocol.state.entry().draining and not both.protocol.state.takes_jobs
 
 
@@ -310,8 +315,8 @@ def test_b30_failed_at_once_is_not_delivered_again(broker, engine):
     decode, prefill = peered(engine(settings, m.Role.DECODE), engine(settings, m.Role.PREFILL))
     attempt = decode.submit()
     assert prefill.expect(Prefill).attempt == attempt
-    prefill.protocol.set_credits(4)
-    prefill.protocol.failed(attempt, "token id 99999 is not in the vocabulary")
+    prefill.protocol.prefill.set_credits(4)
+    prefill.protocol.prefill.failed(attempt, "token id 99999 is not in the vocabulary")
     assert decode.expect(Fallback) == Fallback(attempt, FallbackReason.FAILED, AttemptEnd.FAILED,
                                                "token id 99999 is not in the vocabulary",
                                                prefill.agent.member.incarnation)
@@ -326,7 +331,7 @@ def test_last_words_leave_before_the_sockets_close(pair, monkeypatch):
     decode, prefill = pair
     attempt = decode.submit()
     prefill.expect(Prefill)
-    prefill.protocol.failed(attempt, "closing")
+    prefill.protocol.prefill.failed(attempt, "closing")
     prefill.agent.close(WAIT_S)
     assert decode.expect(Fallback).detail == "closing"
     decode.expect_view(lambda view: view.prefill_peers == 0)  # it said goodbye
@@ -342,7 +347,7 @@ def test_leases_are_renewed_while_work_goes_on(broker, engine):
         clock.ahead_s += 0.4 * settings.lease_s
         for one in (decode, prefill):
             wait_for(lambda one=one: one.state_of(attempt)["lease_until"] - clock() > 0.7 * settings.lease_s)
-        assert prefill.protocol.may_write(attempt) and take_events(prefill) == []
+        assert prefill.protocol.prefill.may_write(attempt) and take_events(prefill) == []
     assert take_events(decode) == []
 
 
@@ -371,14 +376,14 @@ def test_wakes_come_for_notices_that_are_due_and_never_otherwise(pair):
     prefill.expect(Prefill)
     woken(2)
     assert woken(3) > 0.15, "while P computes"
-    assert prefill.protocol.may_write(attempt)
+    assert prefill.protocol.prefill.may_write(attempt)
     woken(2)
     assert 0.01 < min(woken(20) for _ in range(4)) < 0.8, "while P writes"
     quiet = decode.wakes
-    prefill.protocol.sent(attempt, m.Timings())
+    prefill.protocol.prefill.sent(attempt, m.Timings())
     woken(1)
     assert decode.wakes > quiet
-    decode.protocol.arrived(attempt, 0)
+    decode.protocol.decode.arrived(attempt, 0)
     decode.expect(Prefilled)
     comes_to_rest()
 
@@ -388,20 +393,20 @@ def test_b33_idle_costs_next_to_nothing(pair):
     attempt = decode.submit()
     prefill.expect(Prefill)
     assert least_used_s(0.7) < 0.07, "a broker and two agents, heartbeats ten times as fast as by default"
-    prefill.protocol.failed(attempt, "")
+    prefill.protocol.prefill.failed(attempt, "")
 
 
 def test_kv_both_engines_serve_each_other_and_never_themselves(broker, engine):
     settings = Settings(broker.address)
     one, two = engine(settings, m.Role.BOTH), engine(settings, m.Role.BOTH)
     for this, other in ((one, two), (two, one)):
-        this.protocol.set_credits(4)
+        this.protocol.prefill.set_credits(4)
         this.expect_view(lambda view: view.prefill_peers == 1)
         assert this.expect(AddPeer).incarnation == other.agent.member.incarnation
     attempts = one.submit(), two.submit()
     assert two.expect(Prefill).attempt == attempts[0] and one.expect(Prefill).attempt == attempts[1]
-    one.protocol.failed(attempts[1], "")
-    two.protocol.failed(attempts[0], "")
+    one.protocol.prefill.failed(attempts[1], "")
+    two.protocol.prefill.failed(attempts[0], "")
     one.expect(Released), two.expect(Released)
 
 
@@ -410,7 +415,7 @@ def test_b40_second_engines_join_and_all_are_served(broker, engine):
     decodes = [engine(settings, m.Role.DECODE) for _ in range(2)]
     prefills = [engine(settings, m.Role.PREFILL) for _ in range(2)]
     for prefill in prefills:
-        prefill.protocol.set_credits(2)
+        prefill.protocol.prefill.set_credits(2)
         prefill.expect(AddPeer), prefill.expect(AddPeer)
     for decode in decodes:  # which a P may know before the broker has answered it
         decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 2)
@@ -439,7 +444,8 @@ def test_b26_gone_at_submit_and_back_without_a_restart_of_anything(broker, engin
 
 def until_queued(decode, jobs):
     """The broker has said that it has so many."""
-    wait_for(lambda: decode.protocol.debug_state()["queue_length"] == jobs, decode.protocol.debug_state)
+    debug_state = decode.protocol.operators.debug_state
+    wait_for(lambda: debug_state()["queue_length"] == jobs, debug_state)
 
 
 def test_b26_gone_while_a_job_waits(broker, engine):
@@ -455,8 +461,8 @@ def test_b26_gone_while_a_job_waits(broker, engine):
     assert (fallback.attempt, fallback.reason) == (waiting, FallbackReason.BROKER)
     assert decode.expect(Released).attempt == waiting
     # what was granted goes on without a broker
-    prefill.protocol.sent(granted, m.Timings())
-    decode.protocol.arrived(granted, 0)
+    prefill.protocol.prefill.sent(granted, m.Timings())
+    decode.protocol.decode.arrived(granted, 0)
     assert decode.expect(Prefilled).attempt == granted
     broker.start()  # for the end of it all
 
@@ -470,7 +476,7 @@ def test_b26_back_in_time_the_job_is_still_done(broker, engine):
     decode.expect_view(lambda view: not view.broker_up)
     broker.start()
     decode.expect_view(lambda view: view.broker_up and view.queue_length == 1)
-    prefill.protocol.set_credits(1)
+    prefill.protocol.prefill.set_credits(1)
     assert prefill.expect(Prefill).attempt == waiting
 
 
@@ -505,17 +511,18 @@ bell = threading.Event()
 fingerprint = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 agent = ControlAgent(Settings(), local_member(m.Role(sys.argv[1]), fingerprint), b"m", bell.set)
 agent.start()
-agent.protocol.set_credits(4)
+agent.protocol.prefill.set_credits(4)
 while True:
     bell.wait(0.05)
     bell.clear()
     for event in iter(agent.protocol.poll_event, None):
         if isinstance(event, Cancelled):
-            agent.protocol.ended(event.attempt)
+            agent.protocol.prefill.ended(event.attempt)
         print(type(event).__name__, flush=True)
     protocol = agent.protocol
-    if agent.member.role is m.Role.DECODE and protocol.view().prefill_peers and not protocol.open_attempts():
-        agent.protocol.submit(agent.protocol.next_attempt("r"), list(range(40)), [1, 2, 3], 0)
+    is_idle = protocol.decode.view().prefill_peers and not protocol.operators.open_attempts()
+    if agent.member.role is m.Role.DECODE and is_idle:
+        protocol.decode.submit(protocol.decode.next_attempt("r"), list(range(40)), [1, 2, 3], 0)
 """
 
 
@@ -583,8 +590,8 @@ def test_b21_death_is_believed_at_a_second_look_and_what_comes_late_is_dropped(b
     wait_for(lambda: decode.agent.dropped().get("link_dead_sender"))
     assert not line.socket.poll(300), "a dead one is not let in again, for nothing would watch it"
     line.close()
-    assert name not in decode.protocol.debug_state()["peers"]
-    assert decode.protocol.view().prefill_peers == 0
+    assert name not in decode.protocol.operators.debug_state()["peers"]
+    assert decode.protocol.decode.view().prefill_peers == 0
     decode.assert_clean()
 
 
@@ -593,8 +600,8 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
     monkeypatch.setattr(PrefillProtocol, "members_are", lambda *_: [])
     decode, prefill = (engine(Settings(broker.address), role) for role in (m.Role.DECODE, m.Role.PREFILL))
     fall_back_soon(decode)
-    wait_for(lambda: decode.protocol.debug_state()["members"])
-    assert decode.protocol.view().broker_up and decode.protocol.view().prefill_peers == 0
+    wait_for(lambda: decode.protocol.operators.debug_state()["members"])
+    assert decode.protocol.decode.view().broker_up and decode.protocol.decode.view().prefill_peers == 0
     attempt = decode.submit()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.PEER)
@@ -614,7 +621,7 @@ def test_b41_a_decode_engine_is_met_although_no_descriptor_was_left_when_it_came
     monkeypatch.setattr(control_sockets, "WatchedConnection", connection)
     prefill, decode = (engine(Settings(broker.address), role) for role in (m.Role.PREFILL, m.Role.DECODE))
     assert prefill.expect(AddPeer).incarnation == decode.agent.member.incarnation
-    assert prefill.agent.dropped()["link_address_bad"] == 1 and prefill.protocol.counts()["peers"] == 1
+    assert prefill.agent.dropped()["link_address_bad"] == 1 and prefill.protocol.operators.counts()["peers"] == 1
     assert connected[:2] == [decode.agent.member.address] * 2, "and no more than one is open"
 
 
@@ -627,7 +634,7 @@ def test_b20_a_forked_child_that_ends_waits_for_no_lock_of_its_parent(broker, en
     transfer.start(lambda: None, lambda end: None)
     holds, forked = threading.Event(), threading.Event()
     ended = finalize(forked, close_engine, decode.agent, transfer)
-    locks = {"protocol": decode.protocol._lock, "waker": decode.agent.thread.sockets.waker._lock,
+    locks = {"protocol": decode.protocol._core.lock, "waker": decode.agent.thread.sockets.waker._lock,
              "transfer": transfer._thread._wakeup_lock}
 
     def hold():
@@ -666,7 +673,7 @@ def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):
         assert (fallback.reason, fallback.outcome) == (FallbackReason.LEASE, AttemptEnd.EXPIRED)
         clock.ahead_s += 10_000.0
         wait_for(lambda: decode.state_of(attempt)["next_cancel"] > clock())
-        assert take_events(decode) == [] and decode.protocol.open_attempts() == [attempt], "not by time alone"
+        assert take_events(decode) == [] and decode.protocol.operators.open_attempts() == [attempt], "not by time alone"
         child.send_signal(signal.SIGCONT)
         assert decode.expect(Released).attempt == attempt
         assert child.stdout.readline() == "Cancelled\n"
@@ -675,15 +682,15 @@ def test_b22_prefill_engine_stopped_for_longer_than_its_lease(broker, engine):
 
 def test_b23_decode_engine_killed(broker, engine):
     prefill = engine(Settings(broker.address), m.Role.PREFILL)
-    prefill.protocol.set_credits(4)
+    prefill.protocol.prefill.set_credits(4)
     with other_process(m.Role.DECODE, broker) as child:
         peer = prefill.expect(AddPeer).incarnation
         attempt = prefill.expect(Prefill).attempt
         child.kill()
         assert prefill.expect(Cancelled, timeout_s=20.0).attempt == attempt
-        assert not prefill.protocol.may_write(attempt)
+        assert not prefill.protocol.prefill.may_write(attempt)
         assert DropPeer(peer) not in take_events(prefill)
-        prefill.protocol.ended(attempt)
+        prefill.protocol.prefill.ended(attempt)
         assert prefill.expect(DropPeer).incarnation == peer
     prefill.assert_clean()
 
@@ -716,11 +723,11 @@ def test_b42_mismatch_names_both_values_and_traffic_stays_local(broker, engine):
     decode = engine(settings, m.Role.DECODE)
     fall_back_soon(decode)
     prefill = engine(settings, m.Role.PREFILL, msgspec.structs.replace(FINGERPRINT, kv_dtype="fp8"))
-    prefill.protocol.set_credits(4)
+    prefill.protocol.prefill.set_credits(4)
     for one, words in ((decode, ["kv_dtype", "'float32'", "'fp8'"]), (prefill, ["kv_dtype", "'fp8'", "'float32'"])):
         one.expect_view(lambda view: view.mismatch is not None)
-        assert all(word in one.protocol.view().mismatch for word in words)
-        assert one.protocol.view().prefill_peers == 0
+        assert all(word in one.protocol.decode.view().mismatch for word in words)
+        assert one.protocol.decode.view().prefill_peers == 0
     decode.submit()
     assert decode.expect(Fallback).reason is FallbackReason.PEER
 
@@ -754,7 +761,7 @@ def raw(pair):
 def test_b42_refused_at_peering_even_if_the_registry_is_not_asked(pair, raw):
     stranger = m.Member("x", m.Role.PREFILL, "", msgspec.structs.replace(FINGERPRINT, protocol=9))
     assert raw.ask("x", m.Hello(stranger, b"")) == m.Refused("protocol", str(m.PROTOCOL), "9")
-    attempt = pair[0].protocol.next_attempt("r")
+    attempt = pair[0].protocol.decode.next_attempt("r")
     assert raw.ask("x", m.Claim(attempt, 1)).reason is m.DenyReason.UNKNOWN
     pair[0].expect_view(lambda view: "theirs is 9" in (view.mismatch or ""))
 
@@ -778,7 +785,7 @@ def test_b29_a_stranger_can_neither_claim_nor_end_anything(pair, raw):
     for word in (m.Failed(attempt, 1, ""), m.Stopped(attempt, 1), m.Sent(attempt, 1, m.Timings())):
         raw.socket.send(codec.encode("x", word))
     assert raw.ask("x", m.Renew(attempt, 1, 1)) == m.Cancel(attempt, 1)
-    assert take_events(decode) == [] and decode.protocol.open_attempts() == [attempt]
+    assert take_events(decode) == [] and decode.protocol.operators.open_attempts() == [attempt]
     dropped = decode.agent.dropped()
     assert [dropped[f"decode_{word}_unknown"] for word in ("failed", "stopped", "sent", "renew")] == [1, 1, 1, 1]
 
@@ -803,9 +810,9 @@ def test_b81_noise_is_counted_and_dropped(pair, raw):
     wanted = {"unexpected": 59, "shape": 30, "content": 30, "version": 30}
     wait_for(lambda: all(decode.agent.dropped().get(f"link_frame_{kind}", 0) > count for kind, count in wanted.items()),
              decode.agent.dropped)
-    assert decode.protocol.open_attempts() == [attempt]
-    prefill.protocol.sent(attempt, m.Timings())
-    decode.protocol.arrived(attempt, 0)
+    assert decode.protocol.operators.open_attempts() == [attempt]
+    prefill.protocol.prefill.sent(attempt, m.Timings())
+    decode.protocol.decode.arrived(attempt, 0)
     assert decode.expect(Prefilled).attempt == attempt
 
 
@@ -842,7 +849,8 @@ def test_b81_noise_from_a_broker_and_from_a_decode_engine(engine):
     decode.send_multipart([route, codec.encode("other", m.HelloReply(d, b"x"))])  # another process at that address
     decode.send_multipart([route, codec.encode("d", m.HelloReply(d, b"x"))])
     assert prefill.expect(AddPeer) == AddPeer("d", b"x")
-    assert prefill.agent.error is None and prefill.protocol.open_attempts() == [] and take_events(prefill) == []
+    assert prefill.agent.error is None
+    assert prefill.protocol.operators.open_attempts() == [] and take_events(prefill) == []
     assert prefill.agent.dropped()["link_frame_shape"] > 400
     prefill.agent.close()
     context.destroy()
@@ -856,16 +864,17 @@ def test_death_of_the_thread_is_told_and_all_stays_local(pair):
     def fail(now):
         raise Planned("a fault of ours")
 
-    decode.protocol._decode.handle_timeout = fail
+    decode.protocol._core.decode_half.handle_timeout = fail
     decode.agent.thread.sockets.waker.set()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (granted, FallbackReason.CONTROL)
-    assert isinstance(decode.agent.error, Planned) and not decode.protocol.view().broker_up
+    assert isinstance(decode.agent.error, Planned) and not decode.protocol.decode.view().broker_up
     later = decode.submit()
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (later, FallbackReason.CONTROL)
     assert decode.expect(Released).attempt == later
-    decode.protocol.abort(granted), decode.protocol.arrived(granted, 0), decode.protocol.set_credits(1)
+    decode.protocol.decode.abort(granted), decode.protocol.decode.arrived(granted, 0)
+    decode.protocol.prefill.set_credits(1)
     decode.agent.counts()
     decode.agent.close()
 
@@ -876,13 +885,13 @@ def test_one_message_that_we_stumble_over_does_not_end_the_thread(pair, raw):
     def fail(now, sender, message):
         raise Planned("a fault of ours")
 
-    receive, decode.protocol._decode.receive = decode.protocol._decode.receive, fail
-    raw.socket.send(codec.encode("x", m.Renew(decode.protocol.next_attempt("r"), 1, 1)))
+    receive, decode.protocol._core.decode_half.receive = decode.protocol._core.decode_half.receive, fail
+    raw.socket.send(codec.encode("x", m.Renew(decode.protocol.decode.next_attempt("r"), 1, 1)))
     wait_for(lambda: "link_frame_stumble" in decode.agent.dropped())
-    decode.protocol._decode.receive = receive
+    decode.protocol._core.decode_half.receive = receive
     assert decode.agent.error is None
     del decode.agent._socket_counters["frame_stumble"]
-    assert isinstance(raw.ask("x", m.Renew(decode.protocol.next_attempt("r"), 1, 1)), m.Cancel)
+    assert isinstance(raw.ask("x", m.Renew(decode.protocol.decode.next_attempt("r"), 1, 1)), m.Cancel)
 
 
 def test_b80_addresses_that_can_not_be_used_are_refused_at_start(broker):
@@ -922,20 +931,20 @@ def test_b22_b102_an_engine_that_ends_waits_for_those_that_read_its_blocks(pair,
     """Not longer than it may: a D that is stopped does not hold it up."""
     monkeypatch.setattr(control_thread, "READS_S", WAIT_S if answers else 0.2)
     d, p = pair
-    wait_for(lambda: d.protocol.knows_holder(p.agent.member.incarnation), d.protocol.debug_state, WAIT_S)
-    hold, attempt = p.protocol.next_attempt("random"), d.protocol.next_attempt("r")
-    assert p.protocol.hold(hold, b"d" * 32, [4, 5, 6])
-    d.protocol.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
+    d.expect_holder(p)
+    hold, attempt = p.protocol.decode.next_attempt("random"), d.protocol.decode.next_attempt("r")
+    assert p.protocol.prefill.hold(hold, b"d" * 32, [4, 5, 6])
+    d.protocol.decode.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
     assert d.expect(ReadHold).remote_block_ids == [4, 5, 6]
     ending = threading.Thread(target=p.close)
     ending.start()
     assert d.expect(Fallback).reason is FallbackReason.HOLD and d.expect(StopRead).attempt == attempt
     if answers:
         assert p.agent.thread.is_alive()
-        d.protocol.read_ended(attempt, "")
+        d.protocol.decode.read_ended(attempt, "")
         assert d.expect(Released).attempt == attempt
     ending.join(WAIT_S)
-    assert not p.agent.thread.is_alive() and p.protocol.is_read() is not answers
+    assert not p.agent.thread.is_alive() and p.protocol.prefill.is_read() is not answers
     assert (HoldEnded(hold, HoldEnd.DONE) in take_events(p)) is answers
 
 
@@ -960,15 +969,15 @@ def replies(prefill):
 def test_b102_a_p_whose_connection_was_cut_while_it_was_idle_is_reached(pair):
     """D knows it by its connection, and with prefill first D speaks first."""
     d, p = pair
-    wait_for(lambda: d.protocol.knows_holder(p.agent.member.incarnation), d.protocol.debug_state, WAIT_S)
-    hold, attempt = p.protocol.next_attempt("random"), d.protocol.next_attempt("r")
-    assert p.protocol.hold(hold, b"d" * 32, [4, 5, 6])
+    d.expect_holder(p)
+    hold, attempt = p.protocol.decode.next_attempt("random"), d.protocol.decode.next_attempt("r")
+    assert p.protocol.prefill.hold(hold, b"d" * 32, [4, 5, 6])
     greetings = replies(p)
     cut(d.agent.member.address)
     wait_for(lambda: replies(p) > greetings, "it has not greeted D again", 10.0)
-    d.protocol.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
+    d.protocol.decode.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
     assert d.expect(ReadHold).remote_block_ids == [4, 5, 6]
-    d.protocol.read_ended(attempt, "")
+    d.protocol.decode.read_ended(attempt, "")
     assert p.expect(HoldEnded) == HoldEnded(hold, HoldEnd.DONE)
 
 
@@ -1053,7 +1062,7 @@ def test_b22_what_a_p_may_write_outlives_the_engine(pair, ended):
     p.expect(Prefill)
     kept.keep(rank_name(d.agent.member.incarnation, 0), [])
     if ended:
-        p.protocol.failed(attempt, "a fault of ours")
+        p.protocol.prefill.failed(attempt, "a fault of ours")
         assert d.expect(Released).attempt == attempt
     close_engine(d.agent, SimpleNamespace(close=lambda: True))
     assert (rank_name(d.agent.member.incarnation, 0) in kept._caches) is not ended
@@ -1067,19 +1076,19 @@ def test_b22_b102_what_a_d_may_read_outlives_the_engine(pair, monkeypatch, how):
     memory is not freed, and P is not dead for others, unless D has said that it reads nothing any more."""
     monkeypatch.setattr(control_thread, "READS_S", 0.2)
     d, p = pair
-    wait_for(lambda: d.protocol.knows_holder(p.agent.member.incarnation), d.protocol.debug_state, WAIT_S)
-    hold, attempt = p.protocol.next_attempt("random"), d.protocol.next_attempt("r")
-    assert p.protocol.hold(hold, b"d" * 32, [4, 5, 6])
-    d.protocol.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
+    d.expect_holder(p)
+    hold, attempt = p.protocol.decode.next_attempt("random"), d.protocol.decode.next_attempt("r")
+    assert p.protocol.prefill.hold(hold, b"d" * 32, [4, 5, 6])
+    d.protocol.decode.claim_hold(attempt, hold, b"d" * 32, [1, 2, 3], 0, 60.0)
     d.expect(ReadHold)
     if how == "D has read it":
-        d.protocol.read_ended(attempt, "")
+        d.protocol.decode.read_ended(attempt, "")
         assert p.expect(HoldEnded) == HoldEnded(hold, HoldEnd.DONE)
     elif how == "its thread died":
         def fail(now):
             raise Planned("a fault of ours")
 
-        p.protocol._prefill.handle_timeout = fail
+        p.protocol._core.prefill_half.handle_timeout = fail
         p.agent.thread.sockets.waker.set()
         wait_for(lambda: not p.agent.thread.is_alive(), "the thread has not ended")
         assert take_events(p) == [], "P's engine goes on, and holds what is claimed"

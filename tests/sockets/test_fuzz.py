@@ -221,7 +221,7 @@ def test_b81_a_decode_engines_socket(broker, context):
     decode, prefill = Engine(settings, m.Role.DECODE), Engine(settings, m.Role.PREFILL)
     with closing(decode, prefill):
         peered(decode, prefill)
-        prefill.protocol.set_credits(0)
+        prefill.protocol.prefill.set_credits(0)
         time.sleep(0.2)
         agent = decode.agent
         sockets = connect(context, agent.member.address, 6)
@@ -239,39 +239,40 @@ def test_b81_a_decode_engines_socket(broker, context):
                 answers += fuzz.drain(*sockets)
                 ends.update(type(event).__name__ for event in take_events(agent))
                 attempts.append(decode.submit(f"r{number % 7}"))
-                agent.protocol.arrived(dice.choice(attempts), dice.choice([0, 0, 1, -1, 2**40]))
+                agent.protocol.decode.arrived(dice.choice(attempts), dice.choice([0, 0, 1, -1, 2**40]))
                 if len(attempts) > 200:  # what was sent is heard some thousand frames later
-                    agent.protocol.abort(attempts.popleft())
+                    agent.protocol.decode.abort(attempts.popleft())
                 words.attempts = [*attempts, m.Attempt(agent.member.incarnation, "r1", 2**61), m.Attempt("z", "r1", 1)]
             dice.choice(sockets).send_multipart(fuzzer.frames())
             growth.note(1)
         for attempt in attempts:
-            agent.protocol.abort(attempt)
+            agent.protocol.decode.abort(attempt)
         # Those who were granted something say at last that they write no more: whatever claim they had.
         deadline = time.monotonic() + 100
-        while agent.protocol.open_attempts():
+        while agent.protocol.operators.open_attempts():
             assert time.monotonic() < deadline and agent.error is None
-            for attempt, known in agent.protocol.debug_state()["decode"].items():
+            for attempt, known in agent.protocol.operators.debug_state()["decode"].items():
                 sockets[0].send(codec.encode(known["peer"] or "x0", m.Stopped(attempt, max(0, known["claim"]))))
             time.sleep(0.05)
             answers += fuzz.drain(*sockets)
         ends.update(type(event).__name__ for event in take_events(agent))
         growth.check()
-        print(dict(ends), agent.protocol.totals(), agent.dropped())
+        print(dict(ends), agent.protocol.operators.totals(), agent.dropped())
         assert ends["Released"] + ends["Prefilled"] == len(range(0, total, 50)), "each attempt came to its end"
-        assert ends["Prefilled"] and agent.protocol.totals()["decode_granted"] > 10 and answers > total / 20
+        assert ends["Prefilled"] and agent.protocol.operators.totals()["decode_granted"] > 10 and answers > total / 20
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
         assert "link_frame_stumble" not in dropped and len(dropped) < 60, dropped
-        assert len(agent.protocol.debug_state()["peers"]) <= agent.protocol._decode.limits.max_peers
+        assert len(agent.protocol.operators.debug_state()["peers"]) <= agent.protocol._core.decode_half.limits.max_peers
         decode.bell.clear()
         decode.events.clear()
         for event in take_events(prefill):  # it may have got one before it heard that it has no room
             if isinstance(event, Cancelled):
-                prefill.protocol.ended(event.attempt)
+                prefill.protocol.prefill.ended(event.attempt)
         prefill.events.clear()
-        prefill.protocol.set_credits(4)
-        agent.protocol._decode.limits = msgspec.structs.replace(agent.protocol._decode.limits, lease_s=60.0)
+        prefill.protocol.prefill.set_credits(4)
+        half = agent.protocol._core.decode_half
+        half.limits = msgspec.structs.replace(half.limits, lease_s=60.0)
         hand_over(decode, prefill, "afterwards")
 
 
@@ -346,14 +347,14 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
                 for event in take_events(agent):
                     ends[type(event).__name__] += 1
                     if isinstance(event, Cancelled):
-                        agent.protocol.ended(event.attempt)
+                        agent.protocol.prefill.ended(event.attempt)
                     elif isinstance(event, Prefill) and dice.random() < 0.7:
-                        agent.protocol.may_write(event.attempt)
+                        agent.protocol.prefill.may_write(event.attempt)
                         if dice.random() < 0.5:
-                            agent.protocol.sent(event.attempt, m.Timings())
+                            agent.protocol.prefill.sent(event.attempt, m.Timings())
                         else:
-                            agent.protocol.failed(event.attempt, "no")
-                agent.protocol.set_credits(8)
+                            agent.protocol.prefill.failed(event.attempt, "no")
+                agent.protocol.prefill.set_credits(8)
                 low = number // 25
                 words.attempts = [*(m.Attempt(dice.choice(["d0", "d1", us]), f"r{low + i}", low + i) for i in range(3)),
                                   *(claim.attempt for claim in claims)]
@@ -372,18 +373,18 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
                 broker.send_multipart([route, *of_broker.frames()])
             growth.note(1)
         deadline = time.monotonic() + 100
-        while agent.protocol.open_attempts():  # leases end by themselves
-            assert time.monotonic() < deadline and agent.error is None, agent.protocol.open_attempts()
+        while agent.protocol.operators.open_attempts():  # leases end by themselves
+            assert time.monotonic() < deadline and agent.error is None, agent.protocol.operators.open_attempts()
             for event in take_events(agent):
                 if isinstance(event, Cancelled):
-                    agent.protocol.ended(event.attempt)
-            for attempt in agent.protocol.open_attempts():
-                agent.protocol.failed(attempt, "the end")
+                    agent.protocol.prefill.ended(event.attempt)
+            for attempt in agent.protocol.operators.open_attempts():
+                agent.protocol.prefill.failed(attempt, "the end")
             time.sleep(0.05)
         growth.check()
-        print(dict(ends), agent.protocol.totals(), f"{heard} words heard")
+        print(dict(ends), agent.protocol.operators.totals(), f"{heard} words heard")
         assert ends["AddPeer"] and ends["Prefill"] > 10 and ends["Cancelled"]
-        assert agent.protocol.totals()["prefill_granted"] > 10
+        assert agent.protocol.operators.totals()["prefill_granted"] > 10
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
         assert "link_frame_stumble" not in dropped and len(dropped) < 60, dropped
@@ -437,12 +438,12 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             if number % 100 == 0:
                 await client.flush()
                 await asyncio.sleep(0.01)
-                prefill.protocol.set_credits(4)
+                prefill.protocol.prefill.set_credits(4)
                 for event in take_events(prefill):
                     if isinstance(event, Prefill):
-                        prefill.protocol.failed(event.attempt, "")
+                        prefill.protocol.prefill.failed(event.attempt, "")
                     elif isinstance(event, Cancelled):
-                        prefill.protocol.ended(event.attempt)
+                        prefill.protocol.prefill.ended(event.attempt)
             growth.note(1)
         await client.close()
 
@@ -453,8 +454,8 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             asyncio.run(spray())
             deadline = time.monotonic() + 100
             for one in (decode, prefill):
-                while prefill.protocol.open_attempts() or not one.protocol.view().broker_up:
-                    assert time.monotonic() < deadline, prefill.protocol.open_attempts()
+                while prefill.protocol.operators.open_attempts() or not one.protocol.decode.view().broker_up:
+                    assert time.monotonic() < deadline, prefill.protocol.operators.open_attempts()
                     take_events(prefill)
                     time.sleep(0.05)
                 line = one.agent.thread.sockets.backend
@@ -467,7 +468,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             decode.expect_view(lambda view: view.broker_up and view.prefill_peers >= 1)
             take_events(prefill), take_events(decode)
             prefill.events.clear(), decode.events.clear()
-            prefill.protocol.set_credits(4)
+            prefill.protocol.prefill.set_credits(4)
             hand_over(decode, prefill, "afterwards")
     finally:
         server.kill()

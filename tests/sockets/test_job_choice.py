@@ -29,7 +29,7 @@ def fleet(settings, engine):  # noqa: F811
     """(decode, two prefill engines) that know each other."""
     decode, *prefills = (engine(settings, role) for role in (m.Role.DECODE, m.Role.PREFILL, m.Role.PREFILL))
     for one in prefills:
-        one.protocol.set_credits(JOBS, 0)
+        one.protocol.prefill.set_credits(JOBS, 0)
     decode.expect_view(lambda view: view.broker_up and view.prefill_peers == 2)
     return decode, prefills
 
@@ -42,7 +42,7 @@ def jobs_of(prefills, count, held):
         for number, one in enumerate(prefills):
             held[number] += [event for event in take_events(one) if isinstance(event, Prefill)]
             tokens = sum(len(job.token_ids) - 16 * job.cached_blocks for job in held[number])
-            one.protocol.set_credits(JOBS - len(held[number]), tokens)
+            one.protocol.prefill.set_credits(JOBS - len(held[number]), tokens)
         time.sleep(0.005)
     return held
 

@@ -171,7 +171,7 @@ def test_b82_without_the_key_nothing_comes_in_and_nothing_goes_out(broker, key_f
         assert [one.incarnation for one in broker.members()] == [engine.agent.member.incarnation]
         assert not any(name.startswith("frame") for name in broker.counts()), "nothing of it was even looked at"
         assert not any("frame" in name or "unknown" in name for name in engine.agent.dropped())
-        assert engine.protocol.view().broker_up
+        assert engine.protocol.decode.view().broker_up
     finally:
         context.destroy(linger=0)
         engine.close()
@@ -190,7 +190,7 @@ def test_b82_a_client_with_a_key_speaks_to_no_server_without_it(key_file):
         engine = Engine(Settings(f"tcp://127.0.0.1:{port}", keys=key_file), m.Role.DECODE)
         try:
             assert not false.poll(500)
-            assert not engine.protocol.view().broker_up
+            assert not engine.protocol.decode.view().broker_up
         finally:
             engine.close()
             false.close()

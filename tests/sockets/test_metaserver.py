@@ -91,8 +91,8 @@ class Producer:
     def computes(self):
         """It computes and writes the next prompt. Returns its event."""
         job = self.engine.expect(Prefill)
-        assert self.engine.protocol.may_write(job.attempt)
-        self.engine.protocol.sent(job.attempt, m.Timings())
+        assert self.engine.protocol.prefill.may_write(job.attempt)
+        self.engine.protocol.prefill.sent(job.attempt, m.Timings())
         return job
 
     def close(self):
@@ -116,16 +116,16 @@ def fleet(loop, tmp_path):
             producers.append(Producer(settings, loop, tmp_path))
             stack.callback(producers[-1].close)
         decode.expect_view(lambda view: view.prefill_peers == 2)
-        wait_for(lambda: all(one.engine.protocol.counts()["peers"] == 1 and getattr(one, "server", None)
+        wait_for(lambda: all(one.engine.protocol.operators.counts()["peers"] == 1 and getattr(one, "server", None)
                              and one.server.started for one in producers))
         proxy.producers = [producers[0].url]
         yield SimpleNamespace(decode=decode, proxy=proxy, producers=producers)
 
 
 def posted(fleet, request_id=ID, url=None):
-    attempt = fleet.decode.protocol.next_attempt(posted_name(request_id, SECRET))
-    fleet.decode.protocol.post_job(attempt, url or fleet.proxy.url, request_id)
-    fleet.decode.protocol.submit(attempt, TOKENS, [10, 11, 12], 1)
+    attempt = fleet.decode.protocol.decode.next_attempt(posted_name(request_id, SECRET))
+    fleet.decode.protocol.decode.post_job(attempt, url or fleet.proxy.url, request_id)
+    fleet.decode.protocol.decode.submit(attempt, TOKENS, [10, 11, 12], 1)
     return attempt
 
 
@@ -134,11 +134,12 @@ def at_rest(fleet):
     thread = fleet.decode.agent.thread
     wait_for(lambda: not thread._poster.count() or thread._poster.error, "a post is open")
     for one in fleet.producers:
-        wait_for(lambda one=one: not one.engine.protocol.open_attempts() and not len(one.engine.agent.thread._direct),
+        operators, direct = one.engine.protocol.operators, one.engine.agent.thread._direct
+        wait_for(lambda operators=operators, direct=direct: not operators.open_attempts() and not len(direct),
                  "P has a job")
         wait_for(lambda one=one: not any(connection._jobs for connection in one.drain._connections), "a client waits")
-    wait_for(lambda: not fleet.decode.protocol.open_attempts(), "D has an attempt")
-    assert not len(fleet.decode.protocol._posted) and thread.is_alive() and thread._poster.error is None
+    wait_for(lambda: not fleet.decode.protocol.operators.open_attempts(), "D has an attempt")
+    assert not len(fleet.decode.protocol._core.posted) and thread.is_alive() and thread._poster.error is None
 
 
 def test_b100_through_the_proxy_to_the_prefill_engine_that_it_chooses(fleet):
@@ -146,7 +147,7 @@ def test_b100_through_the_proxy_to_the_prefill_engine_that_it_chooses(fleet):
     attempt = posted(fleet)
     job = fleet.producers[1].computes()
     assert (job.attempt, job.token_ids, job.block_ids, job.cached_blocks) == (attempt, TOKENS, [11, 12], 1)
-    fleet.decode.protocol.arrived(attempt, 0)
+    fleet.decode.protocol.decode.arrived(attempt, 0)
     assert fleet.decode.expect(Prefilled).attempt == attempt
     wait_for(lambda: fleet.proxy.answers, "P does not answer")
     ((status, said),) = fleet.proxy.answers
@@ -155,7 +156,7 @@ def test_b100_through_the_proxy_to_the_prefill_engine_that_it_chooses(fleet):
     assert said["usage"] == {"prompt_tokens": 40, "completion_tokens": 1, "total_tokens": 41}
     (post,) = fleet.proxy.posts
     assert post["request_id"] == ID and post["remote_engine_id"] == attempt.incarnation
-    assert fleet.producers[0].engine.protocol.totals() == {} and not fleet.producers[1].others
+    assert fleet.producers[0].engine.protocol.operators.totals() == {} and not fleet.producers[1].others
     at_rest(fleet)
 
 
@@ -170,7 +171,7 @@ def test_b100_a_chat_is_answered_as_a_chat(fleet):
     worker.join()
     assert status == 200 and said["object"] == "chat.completion"
     assert said["choices"][0]["message"] == {"role": "assistant", "content": ""}
-    fleet.decode.protocol.arrived(attempt, 0)
+    fleet.decode.protocol.decode.arrived(attempt, 0)
     fleet.decode.expect(Prefilled)
     at_rest(fleet)
 
@@ -186,7 +187,7 @@ def test_b100_p_s_control_thread_dies_and_its_server_lives(fleet, loop, monkeypa
         raise MemoryError("full")
 
     monkeypatch.setattr(producer.engine.agent.thread, "_check_liveness", die)
-    producer.engine.protocol.wake()
+    producer.engine.protocol.control.wake()
     wait_for(lambda: fleet.proxy.answers, "P does not answer")
     ((status, said),) = fleet.proxy.answers
     assert status == 409 and "control thread" in said["message"]
@@ -204,7 +205,7 @@ def test_b100_p_s_control_thread_dies_and_its_server_lives(fleet, loop, monkeypa
     status, said = producer.ask(carrier)
     assert status == 503 and "does not answer" in said["message"]
     assert not speaks._jobs
-    fleet.decode.protocol.abort(attempt)
+    fleet.decode.protocol.decode.abort(attempt)
 
 
 def test_b100_two_prefill_engines_and_a_request_that_comes_twice(fleet):
@@ -216,8 +217,8 @@ def test_b100_two_prefill_engines_and_a_request_that_comes_twice(fleet):
     status, said = second.ask({**BODY, "kv_transfer_params": fleet.proxy.posts[0]})
     assert status == 409 and "another prefill engine has it" in said["message"]
     wait_for(lambda: len(first.engine.agent.thread._direct) == 1)
-    first.engine.protocol.sent(attempt, m.Timings())
-    fleet.decode.protocol.arrived(attempt, 0)
+    first.engine.protocol.prefill.sent(attempt, m.Timings())
+    fleet.decode.protocol.decode.arrived(attempt, 0)
     fleet.decode.expect(Prefilled)
     wait_for(lambda: [status for status, _ in fleet.proxy.answers] == [200, 200])
     status, said = first.ask({**BODY, "kv_transfer_params": fleet.proxy.posts[0]})
@@ -231,18 +232,18 @@ def test_b100_b27_a_job_whose_write_may_land_is_over_for_its_client(fleet):
     first, decode = fleet.producers[0].engine, fleet.decode
     attempt = posted(fleet)
     first.expect(Prefill)
-    first.protocol.unproven(attempt, "the transfer failed")
+    first.protocol.prefill.unproven(attempt, "the transfer failed")
     fallback = decode.expect(Fallback)
     assert (fallback.attempt, fallback.reason) == (attempt, FallbackReason.FAILED)
     wait_for(lambda: fleet.proxy.answers)
     [(status, said)] = fleet.proxy.answers
     assert status == 409 and "the transfer failed" in said["message"]
-    assert first.protocol.open_attempts() == decode.protocol.open_attempts() == [attempt]
-    first.protocol.drain()
+    assert first.protocol.operators.open_attempts() == decode.protocol.operators.open_attempts() == [attempt]
+    first.protocol.operators.drain()
     first.protocol.set_load(m.Load())
     wait_for(lambda: first.protocol.state.left)
     for us, them in ((first, decode), (decode, first)):
-        us.protocol.peer_dead(them.agent.member.incarnation)
+        us.protocol.control.peer_dead(them.agent.member.incarnation)
     assert decode.expect(Released).attempt == attempt
     at_rest(fleet)
 
@@ -294,7 +295,7 @@ def test_b100_the_client_of_d_goes_before_the_claim_and_the_post_ends(fleet):
     attempt = posted(fleet)
     wait_for(lambda: fleet.proxy.posts)
     assert fleet.decode.agent.thread._poster.count() == 1
-    fleet.decode.protocol.abort(attempt)
+    fleet.decode.protocol.decode.abort(attempt)
     assert fleet.decode.expect(Released).attempt == attempt
     at_rest(fleet)
 
@@ -302,10 +303,10 @@ def test_b100_the_client_of_d_goes_before_the_claim_and_the_post_ends(fleet):
 def test_b100_the_client_of_d_goes_after_the_claim_and_p_is_stopped_and_the_proxy_learns_it(fleet):
     attempt, producer = posted(fleet), fleet.producers[0]
     producer.engine.expect(Prefill)
-    fleet.decode.protocol.abort(attempt)
+    fleet.decode.protocol.decode.abort(attempt)
     assert producer.engine.expect(Cancelled).attempt == attempt
-    assert not fleet.proxy.answers and fleet.decode.protocol.open_attempts() == [attempt]
-    producer.engine.protocol.ended(attempt)
+    assert not fleet.proxy.answers and fleet.decode.protocol.operators.open_attempts() == [attempt]
+    producer.engine.protocol.prefill.ended(attempt)
     assert fleet.decode.expect(Released).attempt == attempt
     wait_for(lambda: fleet.proxy.answers)
     ((status, said),) = fleet.proxy.answers
@@ -321,18 +322,18 @@ def test_b100_a_post_that_nobody_answers_ends_with_its_attempt(fleet, monkeypatc
     attempt, producer = posted(fleet), fleet.producers[0]
     wait_for(lambda: fleet.proxy.posts)
     if end == "no broker":  # then nothing is withdrawn
-        fleet.decode.protocol._decode.broker_is(time.monotonic(), False)
-        fleet.decode.protocol.abort(attempt)
+        fleet.decode.protocol._core.decode_half.broker_is(time.monotonic(), False)
+        fleet.decode.protocol.decode.abort(attempt)
     else:
         asked = threading.Thread(target=producer.ask, args=[{**BODY, "kv_transfer_params": fleet.proxy.posts[0]}])
         asked.start()
         producer.engine.expect(Prefill)
         if end == "done":
-            producer.engine.protocol.sent(attempt, m.Timings())
-            fleet.decode.protocol.arrived(attempt, 0)
+            producer.engine.protocol.prefill.sent(attempt, m.Timings())
+            fleet.decode.protocol.decode.arrived(attempt, 0)
             fleet.decode.expect(Prefilled)
         else:
-            producer.engine.protocol.failed(attempt, "no room")
+            producer.engine.protocol.prefill.failed(attempt, "no room")
             fleet.decode.expect(Fallback)
         asked.join()
     at_rest(fleet)
@@ -341,7 +342,7 @@ def test_b100_a_post_that_nobody_answers_ends_with_its_attempt(fleet, monkeypatc
 def test_b100_p_gives_it_up_and_the_proxy_learns_why(fleet):
     attempt = posted(fleet)
     fleet.producers[0].engine.expect(Prefill)
-    fleet.producers[0].engine.protocol.failed(attempt, "no room")
+    fleet.producers[0].engine.protocol.prefill.failed(attempt, "no room")
     fallback = fleet.decode.expect(Fallback)
     assert fallback.reason is FallbackReason.FAILED
     assert fallback.peer == fleet.producers[0].engine.agent.member.incarnation
@@ -458,7 +459,7 @@ def test_b100_a_job_comes_from_the_front_end_and_from_no_other_socket(fleet):
         socket.connect(engine.agent.member.address)
         socket.send(codec.encode("me", m.DirectJob(job)))
         wait_for(lambda: engine.agent.dropped().get("link_frame_unexpected"))
-    assert engine.protocol.totals() == {}
+    assert engine.protocol.operators.totals() == {}
     at_rest(fleet)
 
 
@@ -577,9 +578,9 @@ def test_b100_after_that_thread_has_died_all_jobs_go_through_the_broker(fleet):
     posts._loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(posts._loop)])
     posts._thread.join(WAIT_S)
     attempt = posted(fleet)
-    fleet.producers[0].engine.protocol.set_credits(1)
+    fleet.producers[0].engine.protocol.prefill.set_credits(1)
     assert fleet.producers[0].engine.expect(Prefill).attempt == attempt
-    fleet.producers[0].engine.protocol.sent(attempt, m.Timings())
-    fleet.decode.protocol.arrived(attempt, 0)
+    fleet.producers[0].engine.protocol.prefill.sent(attempt, m.Timings())
+    fleet.decode.protocol.decode.arrived(attempt, 0)
     fleet.decode.expect(Prefilled)
     assert not fleet.proxy.posts

@@ -6,7 +6,8 @@ import itertools
 import msgspec
 import pytest
 
-from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.control import MessageSource
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
     AddPeer,
@@ -299,7 +300,7 @@ def both():
     """An engine of both roles that has met p as a prefill engine."""
     config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
     protocol = PeerProtocol(config, msgspec.structs.replace(D, role=m.Role.BOTH), b"memory", lambda: 0.0)
-    protocol.receive(MessageSource.PREFILL, "p", m.Hello(P, b"p"))
+    protocol.control.receive(MessageSource.PREFILL, "p", m.Hello(P, b"p"))
     drain(protocol)
     return protocol
 
@@ -314,24 +315,24 @@ class Meeting:
         config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"})
         self.protocol = PeerProtocol(config, us, b"memory", lambda: self.now)
         self.listed(self.e)
-        self.protocol.receive(MessageSource.DECODE, "e", m.HelloReply(self.e, b"e"))
-        self.protocol.receive(MessageSource.PREFILL, "e", m.Hello(self.e, b"e"))
-        self.attempt, self.hold = self.protocol.next_attempt("r"), m.Attempt("e", "random", 1)
-        self.protocol.claim_hold(self.attempt, self.hold, DIGEST, [1, 2, 3], 0, 60.0)
+        self.protocol.control.receive(MessageSource.DECODE, "e", m.HelloReply(self.e, b"e"))
+        self.protocol.control.receive(MessageSource.PREFILL, "e", m.Hello(self.e, b"e"))
+        self.attempt, self.hold = self.protocol.decode.next_attempt("r"), m.Attempt("e", "random", 1)
+        self.protocol.decode.claim_hold(self.attempt, self.hold, DIGEST, [1, 2, 3], 0, 60.0)
         self.events()
 
     def listed(self, *members):
         version = 1 + int(self.now * 10)
-        self.protocol.receive(MessageSource.BROKER, "broker", m.Peers("b", version, list(members), 0))
+        self.protocol.control.receive(MessageSource.BROKER, "broker", m.Peers("b", version, list(members), 0))
 
     def granted(self):
-        self.protocol.receive(MessageSource.PREFILL, "e", m.HoldGrant(self.attempt, self.hold, [4, 5, 6]))
+        self.protocol.control.receive(MessageSource.PREFILL, "e", m.HoldGrant(self.attempt, self.hold, [4, 5, 6]))
 
     def passes(self, seconds):
         for _ in range(int(2 * seconds)):
             self.now += 0.5
-            self.protocol.receive(MessageSource.BROKER, "broker", m.Heard("b", 0))
-            self.protocol.handle_timeout()
+            self.protocol.control.receive(MessageSource.BROKER, "broker", m.Heard("b", 0))
+            self.protocol.control.handle_timeout()
 
     def events(self):
         drain(self.protocol)
@@ -344,39 +345,39 @@ def test_b102_ranks_of_an_engine_of_both_roles_forget_no_peer_that_they_read_fro
     one = Meeting()
     job = m.Job(m.Attempt("e", "r", 7), one.e.address, TOKENS, 0, 60.0)
     if stops:
-        one.protocol.receive(MessageSource.BROKER, "broker", m.Offer(job, 1))
+        one.protocol.control.receive(MessageSource.BROKER, "broker", m.Offer(job, 1))
         (claimed,) = [action.message for action in drain(one.protocol) if isinstance(action, ToDecode)]
-        one.protocol.receive(MessageSource.DECODE, "e", m.Grant(job.attempt, claimed.claim, [7, 8, 9], 0, 30.0))
+        one.protocol.control.receive(MessageSource.DECODE, "e", m.Grant(job.attempt, claimed.claim, [7, 8, 9], 0, 30.0))
     one.granted()
     one.now = 1.0
     one.listed()
     one.passes(6.0)
     assert (Cancelled(job.attempt) in one.events()) is stops
-    one.protocol.ended(job.attempt)
+    one.protocol.prefill.ended(job.attempt)
     for _ in range(4):
         one.passes(5.0)
         one.granted()
         assert one.events() == [], "it reads on"
     one.now += 0.5
     one.listed(one.e)
-    one.protocol.read_ended(one.attempt, "")
+    one.protocol.decode.read_ended(one.attempt, "")
     sent = [action.message for action in drain(one.protocol) if isinstance(action, ToDecode)]
-    assert one.events() == [Prefilled(one.attempt, m.Timings()), DropPeer("e")] and sent == [one.protocol.hello]
+    assert one.events() == [Prefilled(one.attempt, m.Timings()), DropPeer("e")] and sent == [one.protocol.control.hello]
 
 
 def test_b102_ranks_keep_a_p_that_may_write_here():
     one = Meeting(m.Role.PREFILL)
     one.granted()
-    one.protocol.read_ended(one.attempt, "")
+    one.protocol.decode.read_ended(one.attempt, "")
     one.listed(one.e)
-    attempt = one.protocol.next_attempt("r")
-    one.protocol.submit(attempt, TOKENS, [4, 5, 6], 0)
-    one.protocol.receive(MessageSource.PREFILL, "e", m.Claim(attempt, 1))
+    attempt = one.protocol.decode.next_attempt("r")
+    one.protocol.decode.submit(attempt, TOKENS, [4, 5, 6], 0)
+    one.protocol.control.receive(MessageSource.PREFILL, "e", m.Claim(attempt, 1))
     one.now += 0.5
     one.listed()
     one.passes(100.0)
     assert DropPeer("e") not in one.events()
-    one.protocol.receive(MessageSource.PREFILL, "e", m.Stopped(attempt, 1))
+    one.protocol.control.receive(MessageSource.PREFILL, "e", m.Stopped(attempt, 1))
     one.passes(8.0)
     assert one.events() == [Released(attempt), DropPeer("e")]
 
@@ -384,12 +385,12 @@ def test_b102_ranks_keep_a_p_that_may_write_here():
 def test_b102_ranks_keep_a_p_that_is_needed_otherwise():
     one = Meeting()
     one.granted()
-    one.protocol.read_ended(one.attempt, "")
+    one.protocol.decode.read_ended(one.attempt, "")
     one.events()
     one.listed()
     for _ in range(4):  # it is not in the registry, but claims of it say that it lives
         one.passes(4.0)
-        one.protocol.receive(MessageSource.DECODE, "e", m.HoldDone(one.attempt, one.hold))
+        one.protocol.control.receive(MessageSource.DECODE, "e", m.HoldDone(one.attempt, one.hold))
         assert one.events() == []
     one.passes(12.0)
     assert set(one.events()) == {DropPeer("e")}
@@ -398,39 +399,40 @@ def test_b102_ranks_keep_a_p_that_is_needed_otherwise():
 def test_b102_a_dead_peer_is_dropped_when_the_read_of_its_hold_has_ended():
     one = Meeting()
     one.granted()
-    one.protocol.peer_dead("e")
+    one.protocol.control.peer_dead("e")
     assert DropPeer("e") not in one.events()
-    one.protocol.read_ended(one.attempt, "broken")
-    assert DropPeer("e") in one.events() and "e" not in one.protocol.debug_state()["peers"]
+    one.protocol.decode.read_ended(one.attempt, "broken")
+    assert DropPeer("e") in one.events() and "e" not in one.protocol.operators.debug_state()["peers"]
 
 
 def test_b102_a_peer_that_could_not_be_added_is_not_dropped_while_it_is_read_from():
     one = Meeting()
     one.granted()
-    one.protocol.peer_unadded("e", "one rank could not")
+    one.protocol.prefill.peer_unadded("e", "one rank could not")
     one.events()
     for _ in range(8):
         one.passes(5.0)
         one.granted()
         assert one.events() == []
-    one.protocol.read_ended(one.attempt, "")
+    one.protocol.decode.read_ended(one.attempt, "")
     one.passes(1.0)
     assert DropPeer("e") in one.events()
 
 
 def drain(protocol):
-    return [one for one in iter(protocol.poll_transmit, None) if isinstance(one, ToPrefill | ToDecode)]
+    return [one for one in iter(protocol.control.poll_transmit, None) if isinstance(one, ToPrefill | ToDecode)]
 
 
 def test_a_hold_that_is_not_wanted_is_given_up(both):
-    both.drop_hold(HOLD)
+    both.decode.drop_hold(HOLD)
     (message,) = drain(both)
     assert message.peer == "p" and message.message.hold == HOLD and message.message.attempt.incarnation == "d"
-    both.drop_hold(m.Attempt("made up", "x", 1))
+    both.decode.drop_hold(m.Attempt("made up", "x", 1))
     assert drain(both) == []
-    ours = both.next_attempt("random")
-    assert both.hold(ours, DIGEST, [1, 2, 3]) and both.counts()["holds"] == 1 and both.open_attempts() == [ours]
-    both.drop_hold(ours)
+    ours = both.decode.next_attempt("random")
+    assert both.prefill.hold(ours, DIGEST, [1, 2, 3])
+    assert both.operators.counts()["holds"] == 1 and both.operators.open_attempts() == [ours]
+    both.decode.drop_hold(ours)
     assert both.poll_event() == HoldEnded(ours, HoldEnd.DROPPED)
 
 
@@ -510,28 +512,28 @@ def test_b43_a_draining_engine_keeps_what_nobody_has_claimed_a_few_seconds(holde
 def test_b43_a_draining_engine_holds_nothing_new_and_waits_for_what_it_holds(both, peers):
     if peers:
         other = msgspec.structs.replace(D, incarnation="d2")
-        both.receive(MessageSource.BROKER, "broker", m.Peers("b", 1, [other], 0))
-        both.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b"d2"))
+        both.control.receive(MessageSource.BROKER, "broker", m.Peers("b", 1, [other], 0))
+        both.control.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b"d2"))
         drain(both)
-    ours = both.next_attempt("random")
-    assert both.hold(ours, DIGEST, [1])
-    both.drain()
-    assert not both.hold(both.next_attempt("random"), DIGEST, [2])
+    ours = both.decode.next_attempt("random")
+    assert both.prefill.hold(ours, DIGEST, [1])
+    both.operators.drain()
+    assert not both.prefill.hold(both.decode.next_attempt("random"), DIGEST, [2])
     if peers:
-        assert both.open_attempts() == [ours] and isinstance(both.poll_event(), AddPeer)
-        assert both._prefill.holds.next_timeout() == 3.0, "at second 0"
-        both.close_unclaimed_holds()
-    assert both.poll_event() == HoldEnded(ours, HoldEnd.CLOSED) and not both.open_attempts()
+        assert both.operators.open_attempts() == [ours] and isinstance(both.poll_event(), AddPeer)
+        assert both._core.prefill_half.holds.next_timeout() == 3.0, "at second 0"
+        both.prefill.close_unclaimed_holds()
+    assert both.poll_event() == HoldEnded(ours, HoldEnd.CLOSED) and not both.operators.open_attempts()
 
 
 def test_an_attempt_ends_where_nobody_speaks_any_more(both):
-    both.claim_hold(ONE, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
-    assert drain(both) == [ToPrefill("p", claim())] and "p" in both.watched_peers().busy
-    both.abort_all()
+    both.decode.claim_hold(ONE, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
+    assert drain(both) == [ToPrefill("p", claim())] and "p" in both.control.watched_peers().busy
+    both.decode.abort_all()
     assert both.poll_event() == Released(ONE)
-    both.shut("the control thread ended")
-    assert not both.knows_holder("p") and not both.hold(HOLD, DIGEST, [1])
-    both.claim_hold(TWO, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
+    both.control.shut("the control thread ended")
+    assert not both.decode.knows_holder("p") and not both.prefill.hold(HOLD, DIGEST, [1])
+    both.decode.claim_hold(TWO, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
     assert both.poll_event().reason is FallbackReason.CONTROL and both.poll_event() == Released(TWO)
 
 

@@ -21,8 +21,9 @@ from vllm_pd.handover.engine import HandoverEngine, close_engine
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
 from vllm_pd.handover.progress import Progress
+from vllm_pd.peer.control import MessageSource
 from vllm_pd.peer.degraded import Cause
-from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
     DropPeer,
@@ -378,15 +379,15 @@ class Pair:
         self.p = PeerProtocol(self.config, P, self.ranks[0].transport.metadata(), self.clock)
         self.d = PeerProtocol(PDConfig.parse("kv_consumer", {**settings, "max_local_prefill_tokens": "auto"}), D,
                               self.ranks[1].transport.metadata(), self.clock)
-        self.jobs = Jobs(self.config, self.p, PrefillCapacity(BLOCK_SIZE, 100, 1, 8, True, 64, 4 * MOST_READS),
+        self.jobs = Jobs(self.config, self.p.prefill, PrefillCapacity(BLOCK_SIZE, 100, 1, 8, True, 64, 4 * MOST_READS),
                          PDMetrics("m"), StepSpeed())
         self.progress = Progress()
         self.events: list[object] = []  # of D
         self.dropped: list[object] = []  # of P
         self.holds_ended: list[object] = []
         self.lost: set[type] = set()  # messages of these types between P and D do not arrive
-        self.p.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [P, D], 0))
-        self.d.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [P, D], 0))
+        self.p.control.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [P, D], 0))
+        self.d.control.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [P, D], 0))
         self.pump()
 
     def pump(self) -> None:
@@ -395,16 +396,16 @@ class Pair:
         while moved:
             moved = False
             for us, them in ((self.p, self.d), (self.d, self.p)):
-                while (action := us.poll_transmit()) is not None:
+                while (action := us.control.poll_transmit()) is not None:
                     moved = True
                     if isinstance(action, ToBroker):
                         if isinstance(action.message, m.Put) and "p" not in action.message.job.avoid:
-                            self.p.receive(MessageSource.BROKER, "b", m.Offer(action.message.job, 1))
+                            self.p.control.receive(MessageSource.BROKER, "b", m.Offer(action.message.job, 1))
                         elif isinstance(action.message, m.Register):
-                            us.receive(MessageSource.BROKER, "b", m.Heard("b", 0))
+                            us.control.receive(MessageSource.BROKER, "b", m.Heard("b", 0))
                     elif hasattr(action, "message") and type(action.message) not in self.lost:
                         source = MessageSource.PREFILL if isinstance(action, ToDecode) else MessageSource.DECODE
-                        them.receive(source, us.member.incarnation, action.message)
+                        them.control.receive(source, us.member.incarnation, action.message)
             while (event := self.p.poll_event()) is not None:
                 moved = True
                 self.dropped += [event] * isinstance(event, DropPeer)
@@ -430,7 +431,7 @@ class Pair:
         for _ in range(int(seconds)):
             self.clock.now += 1.0
             for side in (self.p, self.d):
-                side.handle_timeout()
+                side.control.handle_timeout()
             self.pump()
 
     def kinds(self) -> list[type]:
@@ -443,8 +444,8 @@ def pair():
 
 
 def granted(pair, cached_blocks=0):
-    attempt = pair.d.next_attempt("r")
-    pair.d.submit(attempt, TOKENS, [3, 4], cached_blocks)
+    attempt = pair.d.decode.next_attempt("r")
+    pair.d.decode.submit(attempt, TOKENS, [3, 4], cached_blocks)
     pair.pump()
     assert pair.jobs._jobs[attempt].prefill.block_ids == [3, 4][cached_blocks:]
     return attempt
@@ -452,9 +453,10 @@ def granted(pair, cached_blocks=0):
 
 def drains(side, pair):
     """Whether this engine has left once it is drained and the broker has listed it so."""
-    side.drain()
+    side.operators.drain()
     side.set_load(m.Load())
-    side.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [msgspec.structs.replace(side.member, draining=True)], 0))
+    listed = msgspec.structs.replace(side.member, draining=True)
+    side.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [listed], 0))
     pair.passes(1)
     return side.state.left
 
@@ -476,9 +478,9 @@ def test_b34_d_reuses_nothing_while_a_write_that_failed_may_land(pair, failed):
     assert pair.kinds() == [Fallback]
     pair.ranks[0].agent.land()
     assert (d.bytes[[3, 4]] == 1).any() and (d.bytes[[0, 1, 2, 5, 6, 7]] == 2).all()
-    pair.d.peer_dead("p")
+    pair.d.control.peer_dead("p")
     pair.pump()
-    assert pair.kinds() == [Fallback, Released] and pair.d.open_attempts() == []
+    assert pair.kinds() == [Fallback, Released] and pair.d.operators.open_attempts() == []
 
 
 def test_b34_a_d_that_does_not_hear_of_it_falls_back_with_the_lease(pair):
@@ -494,24 +496,24 @@ def test_b34_a_d_that_does_not_hear_of_it_falls_back_with_the_lease(pair):
 
 def test_b20_p_frees_at_once_what_it_sent_and_its_job_until_d_is_dead(pair, failed):
     assert pair.progress.finished_transfers == [failed] and not pair.jobs.has_jobs
-    assert pair.p.open_attempts() == [failed] and "d" in pair.p.watched_peers().busy
-    pair.p.failed(failed, "again")
-    pair.p.ended(failed)
+    assert pair.p.operators.open_attempts() == [failed] and "d" in pair.p.control.watched_peers().busy
+    pair.p.prefill.failed(failed, "again")
+    pair.p.prefill.ended(failed)
     pair.passes(5)
-    assert pair.p.open_attempts() == [failed] and pair.p.totals()["prefill_unproven"] == 1
+    assert pair.p.operators.open_attempts() == [failed] and pair.p.operators.totals()["prefill_unproven"] == 1
     assert pair.dropped == []
-    pair.p.peer_dead("d")
+    pair.p.control.peer_dead("d")
     pair.pump()
-    assert pair.p.open_attempts() == [] and pair.dropped == [DropPeer("d")]
+    assert pair.p.operators.open_attempts() == [] and pair.dropped == [DropPeer("d")]
 
 
 def test_b20_of_a_d_that_is_known_to_be_dead_a_failure_is_the_end(pair):
     attempt = granted(pair)
     pair.jobs.computed(attempt, [1, 2], pair.progress)
     requests = pair.jobs.take_requests(pair.progress)
-    pair.p.peer_dead("d")
+    pair.p.control.peer_dead("d")
     pair.transfer(requests)
-    assert pair.p.open_attempts() == [] and pair.dropped == [DropPeer("d")]
+    assert pair.p.operators.open_attempts() == [] and pair.dropped == [DropPeer("d")]
     assert pair.progress.finished_transfers == [attempt] and not pair.jobs.has_jobs
 
 
@@ -544,11 +546,12 @@ def test_b27_jobs_of_a_d_that_could_not_be_added_go_back_at_once(pair, unadded):
     assert {event.peer for event in pair.events if isinstance(event, Fallback)} == {"p"}
     assert any("no descriptor is left" in getattr(event, "detail", "") for event in pair.events)
     pair.events.clear()
-    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0)
+    pair.d.decode.submit(pair.d.decode.next_attempt("r"), TOKENS, [5, 6], 0)
     pair.pump()
     assert pair.kinds() == [Fallback, Released] and not pair.jobs.has_jobs
-    assert "could not add" in pair.events[0].detail and pair.p.open_attempts() == pair.d.open_attempts() == []
-    assert pair.d.degraded() is None, "they are not parted"
+    assert "could not add" in pair.events[0].detail
+    assert pair.p.operators.open_attempts() == pair.d.operators.open_attempts() == []
+    assert pair.d.operators.degraded() is None, "they are not parted"
 
 
 def test_b27_a_d_that_could_not_be_added_is_added_again_after_a_pause(pair, unadded):
@@ -565,31 +568,33 @@ def test_b27_a_d_that_could_not_be_added_is_added_again_after_a_pause(pair, unad
     pair.transfer(requests)
     pair.jobs.computed(attempt, [1, 2], pair.progress)
     pair.transfer(pair.jobs.take_requests(pair.progress))
-    assert pair.p.totals()["prefill_sent"] == 1 and pair.p.open_attempts() == []
+    assert pair.p.operators.totals()["prefill_sent"] == 1 and pair.p.operators.open_attempts() == []
 
 
 def test_b27_a_p_that_could_not_add_any_d_says_so_and_why(pair, unadded):
     """Where an operator looks: /pd/status, `vllm-pd status`, vllm:pd_degraded."""
-    degraded = pair.p.degraded()
+    degraded = pair.p.operators.degraded()
     assert degraded.cause is Cause.PEER and "add decode engine d: no descriptor is left" in degraded.detail
-    assert pair.p.status(0).degraded == f"peer: {degraded.detail}" and pair.p.status(0).gauges["unadded"] == 1
+    status = pair.p.operators.status(0)
+    assert status.degraded == f"peer: {degraded.detail}" and status.gauges["unadded"] == 1
     other = msgspec.structs.replace(D, incarnation="d2")
-    pair.p.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
-    pair.p.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
-    assert pair.p.degraded() is None and pair.p.counts()["unadded"] == 1, "there is one that it can work with"
-    pair.p.peer_unadded("d2", "another reason")
-    assert pair.p.degraded() is not None and pair.p.counts()["unadded"] == 2
+    pair.p.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
+    pair.p.control.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
+    assert pair.p.operators.degraded() is None, "there is one that it can work with"
+    assert pair.p.operators.counts()["unadded"] == 1
+    pair.p.prefill.peer_unadded("d2", "another reason")
+    assert pair.p.operators.degraded() is not None and pair.p.operators.counts()["unadded"] == 2
     pair.transfer(pair.jobs.take_requests(pair.progress))
     pair.passes(PrefillLimits().add_retry_s)
     pair.ranks[0].agent.fails = TransferState.DONE
     pair.transfer(pair.jobs.take_requests(pair.progress))
-    assert pair.p.degraded() is None and pair.p.counts()["unadded"] < 2
+    assert pair.p.operators.degraded() is None and pair.p.operators.counts()["unadded"] < 2
 
 
 def test_b81_a_transports_reason_of_any_length_fits_a_status(pair):
     granted(pair)
-    pair.p.peer_unadded("d", "x" * 10_000)
-    status = pair.p.status(0)
+    pair.p.prefill.peer_unadded("d", "x" * 10_000)
+    status = pair.p.operators.status(0)
     assert "xxx" in status.degraded
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=m.StatusReply) == status
 
@@ -597,8 +602,8 @@ def test_b81_a_transports_reason_of_any_length_fits_a_status(pair):
 def test_b102_a_d_that_could_not_be_added_reads_what_is_held_for_it(pair, unadded):
     """Its reads need nothing of P's transport."""
     hold = m.Attempt("p", "h", 1)
-    assert pair.p.hold(hold, token_digest(TOKENS), [1, 2])
-    pair.d.claim_hold(pair.d.next_attempt("r"), hold, token_digest(TOKENS), [5, 6], 0, 60.0)
+    assert pair.p.prefill.hold(hold, token_digest(TOKENS), [1, 2])
+    pair.d.decode.claim_hold(pair.d.decode.next_attempt("r"), hold, token_digest(TOKENS), [5, 6], 0, 60.0)
     pair.pump()
     assert isinstance(pair.events[-1], ReadHold)
 
@@ -623,27 +628,27 @@ def test_b34_p_reuses_nothing_that_a_read_which_failed_may_fill(pair, dies):
     attempt = parked(pair)
     requests = pair.jobs.take_requests(pair.progress)
     if dies == "before":
-        pair.p.peer_dead("d")
+        pair.p.control.peer_dead("d")
     pair.transfer(requests)
     if dies == "after":
         pair.passes(30)
         assert not pair.progress and not pair.jobs.has_jobs and not pair.jobs.sending and not pair.jobs.parked
         assert not pair.jobs.has_requests, "there is nothing to cancel"
         pair.ranks[0].agent.land()
-        pair.p.peer_dead("d")
+        pair.p.control.peer_dead("d")
         pair.jobs.free_dead(pair.progress)
         pair.pump()
     assert pair.progress.finished_transfers == [attempt] and pair.dropped == [DropPeer("d")]
-    assert not pair.jobs.has_jobs and pair.p.open_attempts() == []
+    assert not pair.jobs.has_jobs and pair.p.operators.open_attempts() == []
 
 
 def test_b20_reads_that_failed_take_no_place_of_other_jobs(pair):
     attempts = [parked(pair) for _ in range(pair.config.max_prefill_jobs)]
     pair.jobs.set_credits()
-    assert pair.p._credits.jobs == 0
+    assert pair.p._core.credits.jobs == 0
     pair.transfer(pair.jobs.take_requests(pair.progress))
     pair.jobs.set_credits()
-    assert pair.p._credits.jobs == len(attempts) and pair.p.counts()["prefill_jobs"] == 0
+    assert pair.p._core.credits.jobs == len(attempts) and pair.p.operators.counts()["prefill_jobs"] == 0
 
 
 def test_b20_reads_that_may_fail_leave_blocks_for_others(pair):
@@ -658,7 +663,7 @@ def test_b20_reads_that_may_fail_leave_blocks_for_others(pair):
     pair.transfer(pair.jobs.take_requests(pair.progress))
     job = list(pair.jobs._jobs)[-1]
     assert not pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 2 * MOST_READS
-    pair.p.peer_dead("d")
+    pair.p.control.peer_dead("d")
     pair.jobs.free_dead(pair.progress)
     assert pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 0
 
@@ -666,11 +671,11 @@ def test_b20_reads_that_may_fail_leave_blocks_for_others(pair):
 def test_b20_a_death_that_is_seen_while_the_engine_collects_frees_in_the_same_turn(pair, unread):
     """Its event is among those, and nothing would wake the engine again."""
     poll = pair.p.poll_event
-    dies = iter([lambda: pair.p.peer_dead("d")])
+    dies = iter([lambda: pair.p.control.peer_dead("d")])
     pair.p.poll_event = lambda: (next(dies, lambda: None)(), poll())[1]
     steps = Steps(pair)
     steps._collect()
-    assert steps._progress.finished_transfers == [unread] and not pair.p.announce()
+    assert steps._progress.finished_transfers == [unread] and not pair.p.control.announce()
 
 
 def test_b34_both_halves_of_an_engine_know_what_is_set_aside(pair, unread):
@@ -681,15 +686,15 @@ def test_b34_both_halves_of_an_engine_know_what_is_set_aside(pair, unread):
 
 
 def test_b20_reads_count_what_decode_engines_have_claimed(pair):
-    hold, blocks = pair.p.next_attempt("h"), list(range(2 * MOST_READS - 1))
-    assert pair.p.hold(hold, b"digest", blocks)
+    hold, blocks = pair.p.decode.next_attempt("h"), list(range(2 * MOST_READS - 1))
+    assert pair.p.prefill.hold(hold, b"digest", blocks)
     assert pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
-    pair.d.claim_hold(pair.d.next_attempt("r"), hold, b"digest", blocks, 0, 60.0)
+    pair.d.decode.claim_hold(pair.d.decode.next_attempt("r"), hold, b"digest", blocks, 0, 60.0)
     pair.pump()
-    assert pair.p.lasting_hold_blocks() == 0, "the read has just begun"
+    assert pair.p.prefill.lasting_hold_blocks() == 0, "the read has just begun"
     pair.clock.now += 2.0
-    pair.p.handle_timeout()
-    assert pair.p.lasting_hold_blocks() == len(blocks)
+    pair.p.control.handle_timeout()
+    assert pair.p.prefill.lasting_hold_blocks() == len(blocks)
     assert not pair.jobs.wants_prefix(granted(pair, cached_blocks=1), 0)
 
 
@@ -704,7 +709,7 @@ def test_b20_reads_count_what_the_other_half_has_in_quarantine(pair):
 def test_b10_a_job_that_would_wait_for_a_death_is_refused_at_once(pair, lasting, has_room):
     """Of 32 blocks, of which one is nobody's, it needs 2. Its decode engine tries another prefill engine."""
     pair.jobs.quarantined_blocks = lasting
-    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [3, 4], 0)
+    pair.d.decode.submit(pair.d.decode.next_attempt("r"), TOKENS, [3, 4], 0)
     pair.pump()
     assert (pair.kinds() == []) is has_room and pair.jobs.has_jobs is has_room
     if not has_room:
@@ -717,7 +722,7 @@ def test_b34_what_may_land_is_kept_whatever_the_scheduler_raises(pair):
     with pytest.raises(ZeroDivisionError):
         pair.transfer(pair.jobs.take_requests(pair.progress))
     assert not pair.jobs.has_jobs and pair.progress.finished_transfers == []
-    pair.p.peer_dead("d")
+    pair.p.control.peer_dead("d")
     pair.jobs.free_dead(pair.progress)
     assert pair.progress.finished_transfers == [attempt]
 
@@ -725,15 +730,17 @@ def test_b34_what_may_land_is_kept_whatever_the_scheduler_raises(pair):
 @pytest.mark.parametrize("d_falls_silent", [False, True])
 def test_b27_d_has_its_blocks_back_after_a_failed_read_of_its_prefix(pair, unread, d_falls_silent):
     """Nothing was written there. P watches D, and its ranks know it, until it is dead."""
-    assert pair.kinds() == [Fallback, Released] and pair.d.open_attempts() == []
-    assert pair.p.open_attempts() == [unread] and "d" in pair.p.watched_peers().busy and pair.p.is_reached()
+    assert pair.kinds() == [Fallback, Released] and pair.d.operators.open_attempts() == []
+    assert pair.p.operators.open_attempts() == [unread] and pair.p.operators.is_reached()
+    assert "d" in pair.p.control.watched_peers().busy
     if d_falls_silent:
-        pair.p._do(pair.p._prefill.peer_lost(pair.clock.now, "d"))
+        pair.p._core.do(pair.p._core.prefill_half.peer_lost(pair.clock.now, "d"))
     pair.passes(30)
-    assert pair.dropped == [] and pair.p.totals()["prefill_read_unproven"] == 1
-    pair.p.peer_dead("d")
+    assert pair.dropped == [] and pair.p.operators.totals()["prefill_read_unproven"] == 1
+    pair.p.control.peer_dead("d")
     pair.pump()
-    assert pair.dropped == [DropPeer("d")] and pair.p.open_attempts() == [] and not pair.p.is_reached()
+    assert pair.dropped == [DropPeer("d")]
+    assert pair.p.operators.open_attempts() == [] and not pair.p.operators.is_reached()
 
 
 @pytest.mark.parametrize("d_is_leaving", [False, True])
@@ -743,77 +750,78 @@ def test_b27_a_job_of_a_d_that_p_is_parted_from_goes_back_at_once(pair, request,
     wait for another P to take the job."""
     request.getfixturevalue(what)
     pair.events.clear()
-    pair.d._decode.parted.clear()
+    pair.d._core.decode_half.parted.clear()
     if d_is_leaving:
-        pair.p._do(pair.p._prefill.peer_lost(pair.clock.now, "d"))
-    attempt = pair.d.next_attempt("r")
-    pair.d.submit(attempt, TOKENS, [5, 6], 0)
+        pair.p._core.do(pair.p._core.prefill_half.peer_lost(pair.clock.now, "d"))
+    attempt = pair.d.decode.next_attempt("r")
+    pair.d.decode.submit(attempt, TOKENS, [5, 6], 0)
     pair.pump()
     assert not pair.jobs.has_jobs and pair.kinds() == [Fallback, Released]
     assert (pair.events[0].attempt, pair.events[0].reason, pair.events[0].peer) == (attempt, FallbackReason.FAILED, "p")
-    assert "restart one" in pair.events[0].detail and pair.d._decode.parted == {"p"}
-    pair.p.peer_dead("d")
+    assert "restart one" in pair.events[0].detail and pair.d._core.decode_half.parted == {"p"}
+    pair.p.control.peer_dead("d")
     reborn = m.Attempt("d2", "r", 0)
-    pair.p.receive(MessageSource.BROKER, "b", m.Offer(m.Job(reborn, "tcp://127.0.0.1:3", TOKENS, 0, 60.0), 3))
-    assert pair.p.jobs() == {reborn}, "one that has come back is another one"
+    pair.p.control.receive(MessageSource.BROKER, "b", m.Offer(m.Job(reborn, "tcp://127.0.0.1:3", TOKENS, 0, 60.0), 3))
+    assert pair.p.prefill.jobs() == {reborn}, "one that has come back is another one"
 
 
 @pytest.mark.parametrize("what", ["failed", "unread", "unheld"])
 def test_b27_d_takes_its_prompts_to_other_ps_than_the_one_that_it_is_parted_from(pair, request, what):
     """That one looks idle. D says so where it has no other one, and knows better when P is dead."""
     def put():
-        pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0, ("x",))
-        [job] = [action.message.job for action in iter(pair.d.poll_transmit, None)
+        pair.d.decode.submit(pair.d.decode.next_attempt("r"), TOKENS, [5, 6], 0, ("x",))
+        [job] = [action.message.job for action in iter(pair.d.control.poll_transmit, None)
                  if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
         return job
 
     pair.passes(1)
-    assert pair.d.view().prefill_peers == len(pair.d.prefill_loads().busy) == 1 and pair.d.degraded() is None
-    assert put().avoid == ("x",) and pair.d.knows_holder("p")
-    pair.d.abort_all()
+    assert pair.d.decode.view().prefill_peers == len(pair.d.decode.prefill_loads().busy) == 1
+    assert pair.d.operators.degraded() is None
+    assert put().avoid == ("x",) and pair.d.decode.knows_holder("p")
+    pair.d.decode.abort_all()
     pair.pump()
     request.getfixturevalue(what)
     pair.events.clear()
-    assert pair.d.view().prefill_peers == len(pair.d.prefill_loads().busy) == 0
-    assert pair.d.degraded().cause is Cause.PEER and "restart one" in pair.d.degraded().detail
-    assert "p" in pair.d.watched_peers().busy and not pair.d.knows_holder("p")
+    assert pair.d.decode.view().prefill_peers == len(pair.d.decode.prefill_loads().busy) == 0
+    assert pair.d.operators.degraded().cause is Cause.PEER and "restart one" in pair.d.operators.degraded().detail
+    assert "p" in pair.d.control.watched_peers().busy and not pair.d.decode.knows_holder("p")
     job = put()
     assert job.avoid == ("x", "p")
-    pair.passes(pair.d.ttl_s + 1)
+    pair.passes(pair.d.control.ttl_s + 1)
     assert [(event.attempt, event.reason) for event in pair.events if isinstance(event, Fallback)] == [
         (job.attempt, FallbackReason.PEER)], "nobody else comes"
     again = msgspec.structs.replace(P, incarnation="p2")
-    pair.d.peer_dead("p")
-    pair.d.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [again, D], 0))
-    pair.d.receive(MessageSource.PREFILL, "p2", m.Hello(again, b""))
-    assert pair.d.view().prefill_peers == 1 and pair.d.degraded() is None and put().avoid == ("x",)
+    pair.d.control.peer_dead("p")
+    pair.d.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [again, D], 0))
+    pair.d.control.receive(MessageSource.PREFILL, "p2", m.Hello(again, b""))
+    assert pair.d.decode.view().prefill_peers == 1 and pair.d.operators.degraded() is None and put().avoid == ("x",)
 
 
 def test_b27_a_p_that_is_parted_from_every_d_says_so(pair, unread):
-    pair.p.set_role(m.Role.PREFILL)
-    assert pair.p.degraded().cause is Cause.PEER and "restart one" in pair.p.degraded().detail
+    pair.p.operators.set_role(m.Role.PREFILL)
+    assert pair.p.operators.degraded().cause is Cause.PEER and "restart one" in pair.p.operators.degraded().detail
     other = msgspec.structs.replace(D, incarnation="d2")
-    pair.p.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
-    pair.p.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
-    assert pair.p.degraded() is None
+    pair.p.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
+    pair.p.control.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
+    assert pair.p.operators.degraded() is None
 
 
 def test_b27_a_job_names_no_more_ps_to_avoid_than_a_broker_reads(pair):
     """Those that are parted beyond that may get the job, and give it back."""
-    pair.d._decode.parted.update(f"p{number:02}" for number in range(2 * m.MAX_AVOIDED))
-    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0, ("x", "p01"))
-    [put] = [action.message for action in iter(pair.d.poll_transmit, None)
+    pair.d._core.decode_half.parted.update(f"p{number:02}" for number in range(2 * m.MAX_AVOIDED))
+    pair.d.decode.submit(pair.d.decode.next_attempt("r"), TOKENS, [5, 6], 0, ("x", "p01"))
+    [put] = [action.message for action in iter(pair.d.control.poll_transmit, None)
              if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
     assert put.job.avoid[:3] == ("x", "p01", "p00") and len(set(put.job.avoid)) == m.MAX_AVOIDED
 
 
 def test_b27_a_job_avoids_the_ps_that_may_be_offered_it_before_those_that_are_gone(pair):
     """Of a host that has lost its power nobody knows that its P is dead: it stays parted for good."""
-    pair.d._decode.parted.update(f"a{number:02}" for number in range(2 * m.MAX_AVOIDED))
-    pair.d._decode.parted.add("p")
+    pair.d._core.decode_half.parted.update(f"a{number:02}" for number in range(2 * m.MAX_AVOIDED))
+    pair.d._core.decode_half.parted.add("p")
     pair.passes(1)
-    pair.d.submit(pair.d.next_attempt("r"), TOKENS, [5, 6], 0, ("x", ))
-    [put] = [action.message for action in iter(pair.d.poll_transmit, None)
+    pair.d.decode.submit(pair.d.decode.next_attempt("r"), TOKENS, [5, 6], 0, ("x", ))
+    [put] = [action.message for action in iter(pair.d.control.poll_transmit, None)
              if isinstance(action, ToBroker) and isinstance(action.message, m.Put)]
     assert put.job.avoid[:3] == ("x", "p", "a00") and len(put.job.avoid) == m.MAX_AVOIDED
 
@@ -822,17 +830,17 @@ def test_b27_a_job_avoids_the_ps_that_may_be_offered_it_before_those_that_are_go
 def test_b102_a_d_that_p_is_parted_from_is_denied_a_hold_at_once(pair, unread, d_is_leaving):
     """It could not read it, and one that is leaving is never met anew."""
     if d_is_leaving:
-        pair.p._do(pair.p._prefill.peer_lost(pair.clock.now, "d"))
-    hold, attempt = m.Attempt("p", "h", 1), pair.d.next_attempt("r")
-    assert pair.p.hold(hold, token_digest(TOKENS), [1, 2])
+        pair.p._core.do(pair.p._core.prefill_half.peer_lost(pair.clock.now, "d"))
+    hold, attempt = m.Attempt("p", "h", 1), pair.d.decode.next_attempt("r")
+    assert pair.p.prefill.hold(hold, token_digest(TOKENS), [1, 2])
     pair.events.clear()
-    pair.d.claim_hold(attempt, hold, token_digest(TOKENS), [5, 6], 0, 60.0)
+    pair.d.decode.claim_hold(attempt, hold, token_digest(TOKENS), [5, 6], 0, 60.0)
     pair.pump()
     assert [(type(event), event.attempt) for event in pair.events] == [(Fallback, attempt), (Released, attempt)]
-    assert pair.events[0].reason is FallbackReason.HOLD and pair.p._prefill.holds.states() == {hold: None}
-    pair.d.drop_hold(hold)
+    assert pair.events[0].reason is FallbackReason.HOLD and pair.p._core.prefill_half.holds.states() == {hold: None}
+    pair.d.decode.drop_hold(hold)
     pair.pump()
-    assert not pair.p._prefill.holds.states(), "P hears what D does not want"
+    assert not pair.p._core.prefill_half.holds.states(), "P hears what D does not want"
 
 
 def test_b102_what_d_reads_already_it_may_read_on(pair, reading):
@@ -840,9 +848,10 @@ def test_b102_what_d_reads_already_it_may_read_on(pair, reading):
     attempt, _ = reading
     job = parked(pair)
     pair.transfer(pair.jobs.take_requests(pair.progress))
-    assert pair.p._prefill.unproven_reads() == {job}
+    assert pair.p._core.prefill_half.unproven_reads() == {job}
     pair.passes(40)  # longer than the lease
-    assert attempt not in [event.attempt for event in pair.events] and len(pair.p._prefill.holds.states()) == 1
+    assert attempt not in [event.attempt for event in pair.events]
+    assert len(pair.p._core.prefill_half.holds.states()) == 1
 
 
 @pytest.fixture
@@ -850,58 +859,59 @@ def both():
     """An engine of both roles, beside another one, `o`: the two have met in both directions."""
     us, other = (msgspec.structs.replace(D, incarnation=name, role=m.Role.BOTH) for name in "uo")
     protocol = PeerProtocol(PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:9"}), us, b"", Clock())
-    protocol.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [us, other], 0))
-    protocol.receive(MessageSource.PREFILL, "o", m.Hello(other, b""))
-    protocol.receive(MessageSource.DECODE, "o", m.HelloReply(other, b""))
+    protocol.control.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [us, other], 0))
+    protocol.control.receive(MessageSource.PREFILL, "o", m.Hello(other, b""))
+    protocol.control.receive(MessageSource.DECODE, "o", m.HelloReply(other, b""))
     return protocol
 
 
 def told(protocol, kind):
     """What it sends of this kind now."""
-    return [action.message for action in iter(protocol.poll_transmit, None)
+    return [action.message for action in iter(protocol.control.poll_transmit, None)
             if isinstance(getattr(action, "message", None), kind)]
 
 
 def begin_read(both):
     """An attempt that reads a hold of the other one."""
-    attempt, hold = both.next_attempt("r"), m.Attempt("o", "h", 1)
-    both.claim_hold(attempt, hold, token_digest(TOKENS), [3, 4], 0, 60.0)
-    both.receive(MessageSource.PREFILL, "o", m.HoldGrant(attempt, hold, [1, 2]))
+    attempt, hold = both.decode.next_attempt("r"), m.Attempt("o", "h", 1)
+    both.decode.claim_hold(attempt, hold, token_digest(TOKENS), [3, 4], 0, 60.0)
+    both.control.receive(MessageSource.PREFILL, "o", m.HoldGrant(attempt, hold, [1, 2]))
     return attempt
 
 
 def begin_job(both, number=0):
     """A job of the other one that was granted."""
     attempt = m.Attempt("o", "r", number)
-    both.receive(MessageSource.BROKER, "b", m.Offer(m.Job(attempt, "tcp://127.0.0.1:2", TOKENS, 0, 60.0), number + 1))
+    job = m.Job(attempt, "tcp://127.0.0.1:2", TOKENS, 0, 60.0)
+    both.control.receive(MessageSource.BROKER, "b", m.Offer(job, number + 1))
     [claim] = told(both, m.Claim)
-    both.receive(MessageSource.DECODE, "o", m.Grant(attempt, claim.claim, [1, 2], 0, 60.0))
+    both.control.receive(MessageSource.DECODE, "o", m.Grant(attempt, claim.claim, [1, 2], 0, 60.0))
     return attempt
 
 
 def test_b34_an_engine_of_both_roles_writes_nothing_to_one_that_it_could_not_read_from(both):
     """Nor does its half that prefills have the ranks forget what has failed, while the other one lives."""
-    both.read_ended(begin_read(both), "failed", may_land=True)
+    both.decode.read_ended(begin_read(both), "failed", may_land=True)
     attempt = begin_job(both)
     [end] = told(both, m.Failed)
     assert end.attempt == attempt and end.parted and not any(isinstance(one, Prefill) for one in events(both))
-    both._do(both._prefill.peer_lost(0.0, "o"))
+    both._core.do(both._core.prefill_half.peer_lost(0.0, "o"))
     assert not any(isinstance(one, DropPeer) for one in events(both))
-    both.peer_dead("o")
+    both.control.peer_dead("o")
     assert DropPeer("o") in events(both)
 
 
 def test_b34_an_engine_of_both_roles_does_not_forget_whom_a_write_may_still_reach(both):
     """Its half that decodes knows too many. The transport would count what has failed as ended."""
-    both.read_ended(begin_read(both), "")
-    both.unproven(begin_job(both), "failed")
+    both.decode.read_ended(begin_read(both), "")
+    both.prefill.unproven(begin_job(both), "failed")
     events(both)
-    both._decode.limits = msgspec.structs.replace(both._decode.limits, max_peers=1)
+    both._core.decode_half.limits = msgspec.structs.replace(both._core.decode_half.limits, max_peers=1)
     for number in range(5):
         name = f"x{number}"
-        both.receive(MessageSource.PREFILL, name, m.Hello(msgspec.structs.replace(P, incarnation=name), b""))
-    assert not any(isinstance(one, DropPeer) for one in events(both)) and not both.knows_holder("o")
-    assert len(both._decode.peers) == 2 and not both.view(("x4",)).prefill_peers
+        both.control.receive(MessageSource.PREFILL, name, m.Hello(msgspec.structs.replace(P, incarnation=name), b""))
+    assert not any(isinstance(one, DropPeer) for one in events(both)) and not both.decode.knows_holder("o")
+    assert len(both._core.decode_half.peers) == 2 and not both.decode.view(("x4",)).prefill_peers
 
 
 def events(protocol):
@@ -916,16 +926,17 @@ def test_b34_of_a_job_that_was_lost_while_it_read_d_hears_when_the_read_has_ende
     pair.jobs.lose(attempt, pair.progress)
     pair.pump()
     pair.passes(3)
-    assert pair.events == [] and pair.p.open_attempts() == [attempt] and "d" in pair.p.watched_peers().busy
+    assert pair.events == [] and pair.p.operators.open_attempts() == [attempt]
+    assert "d" in pair.p.control.watched_peers().busy
     if not fails:
         pair.ranks[0].agent.fails = TransferState.DONE
-    pair.p._do(pair.p._prefill.peer_lost(pair.clock.now, "d"))
+    pair.p._core.do(pair.p._core.prefill_half.peer_lost(pair.clock.now, "d"))
     pair.pump()
     pair.transfer(requests + pair.jobs.take_requests(pair.progress))
     assert pair.kinds() == [Fallback, Released] and not pair.jobs.has_jobs
-    assert pair.p.open_attempts() == [attempt] * fails and (pair.progress.finished_transfers == []) is fails
+    assert pair.p.operators.open_attempts() == [attempt] * fails and (pair.progress.finished_transfers == []) is fails
     assert pair.dropped == [DropPeer("d")] * (not fails)
-    pair.p.peer_dead("d")
+    pair.p.control.peer_dead("d")
     pair.transfer([])
     assert pair.progress.finished_transfers == [attempt] and pair.dropped == [DropPeer("d")]
 
@@ -936,7 +947,7 @@ def test_b22_memory_that_a_failed_read_may_fill_outlives_the_engine(pair, reques
     request.getfixturevalue("unread" if side == "p" else "unheld")
     us, them = (pair.p, "d") if side == "p" else (pair.d, "p")
     if dies:
-        us.peer_dead(them)
+        us.control.peer_dead(them)
     monkeypatch.setattr(kept, "_caches", {f"{side}/0": []})
     ended = []
     close_engine(SimpleNamespace(close=lambda: None, protocol=us, member=us.member,
@@ -960,16 +971,16 @@ def test_b54_a_d_that_did_not_hear_that_p_gave_up_asks_and_can_be_drained(pair):
     assert not drains(pair.d, pair), "as far as it knows P may end it"
     pair.lost = set()
     pair.passes(100)
-    assert pair.d.state.left and pair.d.open_attempts() == [attempt]
-    cancels = pair.p.totals(), pair.d.dropped()
+    assert pair.d.state.left and pair.d.operators.open_attempts() == [attempt]
+    cancels = pair.p.operators.totals(), pair.d.operators.dropped()
     pair.passes(100)
-    assert cancels == (pair.p.totals(), pair.d.dropped()), "D asks no more"
+    assert cancels == (pair.p.operators.totals(), pair.d.operators.dropped()), "D asks no more"
 
 
 def test_b102_a_hold_whose_reader_could_not_say_so_ends_with_a_question(pair, reading):
     attempt, _ = reading
     pair.lost = {m.HoldDone}
-    pair.d.read_ended(attempt, "failed", may_land=True)
+    pair.d.decode.read_ended(attempt, "failed", may_land=True)
     pair.pump()
     assert pair.holds_ended == []
     pair.lost = set()
@@ -980,7 +991,7 @@ def test_b102_a_hold_whose_reader_could_not_say_so_ends_with_a_question(pair, re
 @pytest.fixture
 def unheld(pair, reading):
     """The attempt whose read of a hold has failed."""
-    pair.d.read_ended(reading[0], "failed", may_land=True)
+    pair.d.decode.read_ended(reading[0], "failed", may_land=True)
     pair.pump()
     return reading[0]
 
@@ -989,9 +1000,9 @@ def unheld(pair, reading):
 def reading(pair):
     """The attempt that reads a hold of P."""
     hold = m.Attempt("p", "h", 1)
-    assert pair.p.hold(hold, token_digest(TOKENS), [1, 2])
-    attempt = pair.d.next_attempt("r")
-    pair.d.claim_hold(attempt, hold, token_digest(TOKENS), [3, 4], 0, 60.0)
+    assert pair.p.prefill.hold(hold, token_digest(TOKENS), [1, 2])
+    attempt = pair.d.decode.next_attempt("r")
+    pair.d.decode.claim_hold(attempt, hold, token_digest(TOKENS), [3, 4], 0, 60.0)
     pair.pump()
     [read] = [event for event in pair.events if isinstance(event, ReadHold)]
     pair.events.clear()
@@ -1004,28 +1015,28 @@ def test_b102_d_reuses_nothing_that_a_read_which_failed_may_fill(pair, reading, 
     d = pair.ranks[1]
     d.knows(pair.ranks[0])
     if stops:
-        pair.d.abort(attempt)
+        pair.d.decode.abort(attempt)
         pair.pump()
         pair.events.clear()
     d.worker.execute([read])
     [end] = d.worker.take_progress().finished
-    pair.d.read_ended(attempt, end.error, end.may_land)
+    pair.d.decode.read_ended(attempt, end.error, end.may_land)
     pair.passes(30)
     assert Released not in pair.kinds() and (Fallback in pair.kinds()) is not stops
     assert len(pair.holds_ended) == 1, "what D still reads there it does not use"
     d.agent.land()
     assert (d.bytes[[3, 4]] == 1).any()
-    pair.d.peer_dead("p")
+    pair.d.control.peer_dead("p")
     pair.pump()
-    assert pair.kinds()[-2:] == [Released, DropPeer] and pair.d.open_attempts() == []
+    assert pair.kinds()[-2:] == [Released, DropPeer] and pair.d.operators.open_attempts() == []
 
 
 def test_b102_of_a_p_that_is_known_to_be_dead_a_failed_read_is_the_end(pair, reading):
     attempt, _ = reading
-    pair.d.peer_dead("p")
-    pair.d.read_ended(attempt, "failed", may_land=True)
+    pair.d.control.peer_dead("p")
+    pair.d.decode.read_ended(attempt, "failed", may_land=True)
     pair.pump()
-    assert Released in pair.kinds() and pair.d.open_attempts() == []
+    assert Released in pair.kinds() and pair.d.operators.open_attempts() == []
 
 
 def test_the_job_of_a_test_is_what_it_says(pair):
@@ -1034,24 +1045,25 @@ def test_the_job_of_a_test_is_what_it_says(pair):
     pair.ranks[0].agent.fails = TransferState.DONE
     pair.jobs.computed(attempt, [1, 2], pair.progress)
     pair.transfer(pair.jobs.take_requests(pair.progress))
-    assert pair.p.open_attempts() == [] and pair.p.totals()["prefill_sent"] == 1
+    assert pair.p.operators.open_attempts() == [] and pair.p.operators.totals()["prefill_sent"] == 1
     pair.ranks[0].agent.land()
     assert (pair.ranks[1].bytes[[3, 4]] == 1).all()
 
 
 def test_b27_d_grants_nothing_to_a_p_that_it_could_not_read_from(both):
     """B27: P does not know it, and may have the job from before."""
-    attempt = both.next_attempt("early")
-    both.submit(attempt, TOKENS, [5, 6], 0)
-    both.read_ended(begin_read(both), "failed", may_land=True)
+    attempt = both.decode.next_attempt("early")
+    both.decode.submit(attempt, TOKENS, [5, 6], 0)
+    both.decode.read_ended(begin_read(both), "failed", may_land=True)
     told(both, m.Deny)
-    both.receive(MessageSource.PREFILL, "o", m.Claim(attempt, 1, 1))
+    both.control.receive(MessageSource.PREFILL, "o", m.Claim(attempt, 1, 1))
     assert told(both, m.Deny) == [m.Deny(attempt, 1, m.DenyReason.AVOIDED)]
-    assert both.counts()["parted"] == 1
+    assert both.operators.counts()["parted"] == 1
 
 
 def test_b42_an_engine_that_is_parted_from_its_only_peer_says_so_beside_one_that_does_not_fit(both):
     other = msgspec.structs.replace(P, incarnation="x", fingerprint=msgspec.structs.replace(FINGERPRINT, model="y"))
-    both.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [both.member, other], 0))
-    both.read_ended(begin_read(both), "failed", may_land=True)
-    assert both.degraded().cause is Cause.PEER and "restart one of the two" in both.degraded().detail
+    both.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [both.member, other], 0))
+    both.decode.read_ended(begin_read(both), "failed", may_land=True)
+    degraded = both.operators.degraded()
+    assert degraded.cause is Cause.PEER and "restart one of the two" in degraded.detail

@@ -8,9 +8,10 @@ import pytest
 
 from tests.unit.test_peer_protocol import CONFIG, FINGERPRINT, US, Clock, events, from_broker
 from vllm_pd.frontend.metaserver import without_metaserver
+from vllm_pd.peer.control import MessageSource
 from vllm_pd.peer.direct_jobs import NOT_CLAIMED, DirectJobs
 from vllm_pd.peer.posted_jobs import ANSWER_S
-from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost, ToBroker
 from vllm_pd.protocol.metaserver import (
@@ -46,13 +47,13 @@ def engine(clock):
     """An engine of both roles in a registry with one of each, which P has greeted."""
     protocol = PeerProtocol(CONFIG, US, b"memory", clock)
     from_broker(protocol, m.Peers("b", 1, [US, P, D], 0))
-    assert protocol.receive(MessageSource.PREFILL, "p", m.Hello(P, b"memory"))
+    assert protocol.control.receive(MessageSource.PREFILL, "p", m.Hello(P, b"memory"))
     transmitted(protocol)
     return protocol
 
 
 def transmitted(protocol):
-    return list(iter(protocol.poll_transmit, None))
+    return list(iter(protocol.control.poll_transmit, None))
 
 
 def about_jobs(protocol):
@@ -61,16 +62,16 @@ def about_jobs(protocol):
 
 
 def posted(protocol):
-    attempt = protocol.next_attempt(posted_name(ID, SECRET))
-    protocol.post_job(attempt, URL, "cmpl-1-0")
-    protocol.submit(attempt, TOKENS, [4, 5, 6], 1)
+    attempt = protocol.decode.next_attempt(posted_name(ID, SECRET))
+    protocol.decode.post_job(attempt, URL, "cmpl-1-0")
+    protocol.decode.submit(attempt, TOKENS, [4, 5, 6], 1)
     return attempt
 
 
 def granted(protocol):
     attempt = posted(protocol)
-    protocol.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 7))
-    assert protocol.debug_state()["decode"][attempt]["peer"] == "p"
+    protocol.control.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 7))
+    assert protocol.operators.debug_state()["decode"][attempt]["peer"] == "p"
     return attempt
 
 
@@ -174,33 +175,34 @@ def test_b100_the_job_is_posted_once_and_never_queued(engine, clock):
     assert (post.url, post.request_id, post.job.attempt, post.job.cached_tokens) == (URL, "cmpl-1-0", attempt, 16)
     clock.now = CONFIG.claim_retry_s + 0.1
     from_broker(engine, m.Heard("b", 0))
-    engine.handle_timeout()  # it would be put again
+    engine.control.handle_timeout()  # it would be put again
     from_broker(engine, m.Heard("another", 0))
     assert about_jobs(engine) == []
-    other = engine.next_attempt("r")
-    engine.submit(other, TOKENS, [7, 8, 9], 1)
+    other = engine.decode.next_attempt("r")
+    engine.decode.submit(other, TOKENS, [7, 8, 9], 1)
     assert [action.message.job.attempt for action in about_jobs(engine)] == [other], "what is not posted is queued"
 
 
 def test_b100_a_posted_job_is_claimed_granted_and_done_as_any(engine):
     attempt = granted(engine)
-    engine.unclaimable(attempt, "the metaserver has answered")  # which comes late, or after the claim
+    engine.decode.unclaimable(attempt, "the metaserver has answered")  # which comes late, or after the claim
     assert events(engine) == []
-    engine.arrived(attempt, 0)
+    engine.decode.arrived(attempt, 0)
     (done,) = events(engine)
-    assert isinstance(done, Prefilled) and engine.open_attempts() == [] and not len(engine._posted)
+    assert isinstance(done, Prefilled) and engine.operators.open_attempts() == [] and not len(engine._core.posted)
     stops = [action for action in transmitted(engine) if isinstance(action, StopPost)]
     assert stops == [StopPost(attempt, ANSWER_S)], "it is about to be answered"
 
 
 def test_b100_a_post_that_fails_ends_the_attempt_and_another_engine_may_help(engine):
     attempt = posted(engine)
-    engine.unclaimable(attempt, "it can't be reached")
+    engine.decode.unclaimable(attempt, "it can't be reached")
     fallback, released = events(engine)
     assert (fallback.reason, fallback.detail) == (FallbackReason.PEER, "it can't be reached")
     assert fallback.reason.another_may_help and released == Released(attempt)
-    assert about_jobs(engine)[1:] == [StopPost(attempt)] and engine.open_attempts() == [] and not len(engine._posted)
-    engine.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 7))
+    assert about_jobs(engine)[1:] == [StopPost(attempt)]
+    assert engine.operators.open_attempts() == [] and not len(engine._core.posted)
+    engine.control.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 7))
     assert [action.message.reason for action in transmitted(engine)] == [m.DenyReason.UNKNOWN], "P comes late"
 
 
@@ -208,16 +210,17 @@ def test_b100_a_post_that_fails_ends_the_attempt_and_another_engine_may_help(eng
 def test_b100_every_end_of_a_posted_attempt_stops_the_post_once_and_leaves_nothing(engine, clock, end):
     attempt = posted(engine)
     if end == "abort":
-        engine.abort(attempt)
+        engine.decode.abort(attempt)
     else:
         clock.now = CONFIG.attempt_deadline_s + 1
         if end == "deadline":
             from_broker(engine, m.Heard("b", 0))
         if end == "abort without a broker":
-            engine._decode.broker_is(clock.now, False)
-            engine.abort(attempt)
-        engine.handle_timeout()
-    assert Released(attempt) in events(engine) and engine.open_attempts() == [] and not len(engine._posted)
+            engine._core.decode_half.broker_is(clock.now, False)
+            engine.decode.abort(attempt)
+        engine.control.handle_timeout()
+    assert Released(attempt) in events(engine)
+    assert engine.operators.open_attempts() == [] and not len(engine._core.posted)
     assert about_jobs(engine)[1:] == [StopPost(attempt)]
 
 
@@ -227,40 +230,40 @@ def test_b100_the_post_of_a_claimed_job_ends_with_its_attempt(engine, clock, end
     attempt = granted(engine)
     about_jobs(engine)
     if end == "failed":
-        engine.receive(MessageSource.PREFILL, "p", m.Failed(attempt, 7, "no room"))
+        engine.control.receive(MessageSource.PREFILL, "p", m.Failed(attempt, 7, "no room"))
     elif end == "lease":
         clock.now = CONFIG.lease_s + 0.1
-        engine.handle_timeout()
-        assert engine.open_attempts() == [attempt]
+        engine.control.handle_timeout()
+        assert engine.operators.open_attempts() == [attempt]
     elif end == "dead":
-        engine.peer_dead("p")
+        engine.control.peer_dead("p")
     else:
-        engine.abort(attempt)
+        engine.decode.abort(attempt)
         assert about_jobs(engine) == [], "P stops, and its answer ends it"
-        engine.receive(MessageSource.PREFILL, "p", m.Stopped(attempt, 7))
+        engine.control.receive(MessageSource.PREFILL, "p", m.Stopped(attempt, 7))
     assert about_jobs(engine) == [StopPost(attempt)]
     if end == "lease":
-        engine.receive(MessageSource.PREFILL, "p", m.Stopped(attempt, 7))
+        engine.control.receive(MessageSource.PREFILL, "p", m.Stopped(attempt, 7))
         assert about_jobs(engine) == []
-    assert engine.open_attempts() == [] and not len(engine._posted)
+    assert engine.operators.open_attempts() == [] and not len(engine._core.posted)
 
 
 def test_b100_nothing_of_a_posted_attempt_is_left_after_the_end_of_the_thread(engine):
     attempt = posted(engine)
-    engine.shut("over")
-    assert Released(attempt) in events(engine) and not len(engine._posted)
+    engine.control.shut("over")
+    assert Released(attempt) in events(engine) and not len(engine._core.posted)
 
 
 def test_b100_once_nothing_can_be_posted_jobs_are_queued(engine):
-    engine.stop_posting()
+    engine.decode.stop_posting()
     attempt = posted(engine)
-    assert [action.message.job.attempt for action in about_jobs(engine)] == [attempt] and not len(engine._posted)
+    assert [action.message.job.attempt for action in about_jobs(engine)] == [attempt] and not len(engine._core.posted)
 
 
 def test_b100_a_second_prefill_engine_is_denied(engine):
     attempt = granted(engine)
     transmitted(engine)
-    engine.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 8))
+    engine.control.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 8))
     assert [action.message.reason for action in transmitted(engine)] == [m.DenyReason.TAKEN]
 
 
@@ -273,23 +276,23 @@ def producer(clock):
     us = msgspec.structs.replace(US, role=m.Role.PREFILL)
     protocol = PeerProtocol(CONFIG, us, b"memory", clock)
     from_broker(protocol, m.Peers("b", 1, [us, D, P], 0))
-    protocol.receive(MessageSource.DECODE, "d", m.HelloReply(D, b"memory"))
+    protocol.control.receive(MessageSource.DECODE, "d", m.HelloReply(D, b"memory"))
     transmitted(protocol)
     return protocol
 
 
 def test_b100_a_job_that_a_client_brings_is_claimed_at_once(producer):
-    assert producer.take_job(job()) == ""
+    assert producer.prefill.take_job(job()) == ""
     (claim,) = [action.message for action in transmitted(producer) if hasattr(action, "peer")]
     assert isinstance(claim, m.Claim) and claim.attempt == job().attempt
-    producer.receive(MessageSource.DECODE, "d", m.Grant(claim.attempt, claim.claim, [4, 5, 6], 1, 30.0))
+    producer.control.receive(MessageSource.DECODE, "d", m.Grant(claim.attempt, claim.claim, [4, 5, 6], 1, 30.0))
     assert [type(event) for event in events(producer)][-1] is Prefill
 
 
 def test_b100_the_same_job_twice_is_one_job(producer):
-    assert producer.take_job(job()) == producer.take_job(job()) == ""
+    assert producer.prefill.take_job(job()) == producer.prefill.take_job(job()) == ""
     claims = [action for action in transmitted(producer) if hasattr(action, "peer")]
-    assert len(claims) == 1 and list(producer._prefill.states().values()) == [JobState.CLAIMING]
+    assert len(claims) == 1 and list(producer._core.prefill_half.states().values()) == [JobState.CLAIMING]
 
 
 @pytest.mark.parametrize("changed, said", [
@@ -298,18 +301,18 @@ def test_b100_the_same_job_twice_is_one_job(producer):
     ({"incarnation": "p", "address": P.address}, "no such decode engine")],
     ids=["address", "incarnation", "own", "of a prefill engine"])
 def test_b100_a_client_makes_an_engine_connect_to_nobody(producer, changed, said):
-    assert said in producer.take_job(job(**changed))
-    assert transmitted(producer) == [] and producer.open_attempts() == []
+    assert said in producer.prefill.take_job(job(**changed))
+    assert transmitted(producer) == [] and producer.operators.open_attempts() == []
 
 
 def test_b100_an_engine_that_drains_is_paused_or_only_decodes_takes_no_job(producer, engine):
-    producer.set_credits(0, is_paused=True)
-    assert "is paused" in producer.take_job(job())
-    producer.drain()
-    assert "drains" in producer.take_job(job())
-    engine.set_role(m.Role.DECODE)
-    assert "only decodes" in engine.take_job(job())
-    assert producer.open_attempts() == engine.open_attempts() == []
+    producer.prefill.set_credits(0, is_paused=True)
+    assert "is paused" in producer.prefill.take_job(job())
+    producer.operators.drain()
+    assert "drains" in producer.prefill.take_job(job())
+    engine.operators.set_role(m.Role.DECODE)
+    assert "only decodes" in engine.prefill.take_job(job())
+    assert producer.operators.open_attempts() == engine.operators.open_attempts() == []
 
 
 @pytest.mark.parametrize("last, problem", [
@@ -334,5 +337,5 @@ def test_b100_each_client_learns_the_end_of_its_job_once(last, problem):
 
 def test_b100_a_fallback_without_a_claim_names_no_peer(engine):
     posted(engine)
-    engine.unclaimable(next(iter(engine.open_attempts())), "why")
+    engine.decode.unclaimable(next(iter(engine.operators.open_attempts())), "why")
     assert [event.peer for event in events(engine) if isinstance(event, Fallback)] == [""]

@@ -3,10 +3,11 @@
 import msgspec
 import pytest
 
+from vllm_pd.peer.control import RECONNECT_POLL_S, MessageSource
 from vllm_pd.peer.credits import JobCredits
 from vllm_pd.peer.degraded import Cause, Degraded, DegradedLog
 from vllm_pd.peer.own_jobs import PERIODS, PrefillLoads
-from vllm_pd.peer.protocol import RECONNECT_POLL_S, MessageSource, PeerProtocol
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Fallback, FallbackReason, HoldEnded, Prefill, ToBroker, ToDecode
 from vllm_pd.settings.engine import PDConfig
@@ -40,22 +41,22 @@ def woken():
 def protocol(clock, woken):
     """An engine of both roles whose broker lists it alone."""
     protocol = PeerProtocol(CONFIG, US, b"memory", clock)
-    protocol.set_wakeup(lambda: woken.append(None))
-    protocol.handle_timeout()
+    protocol.control.set_wakeup(lambda: woken.append(None))
+    protocol.control.handle_timeout()
     from_broker(protocol, m.Peers("b", 1, [US], 0))
     transmitted(protocol)
-    protocol.announce()
+    protocol.control.announce()
     woken.clear()
     return protocol
 
 
 def from_broker(protocol, message, broker="b"):
-    assert protocol.receive(MessageSource.BROKER, broker, message)
+    assert protocol.control.receive(MessageSource.BROKER, broker, message)
 
 
 def transmitted(protocol):
     """All messages to the broker that are to leave now."""
-    return [action.message for action in iter(protocol.poll_transmit, None) if isinstance(action, ToBroker)]
+    return [action.message for action in iter(protocol.control.poll_transmit, None) if isinstance(action, ToBroker)]
 
 
 def events(protocol):
@@ -63,8 +64,8 @@ def events(protocol):
 
 
 def submitted(protocol):
-    attempt = protocol.next_attempt("r")
-    protocol.submit(attempt, [1] * 20, [1, 2], 0)
+    attempt = protocol.decode.next_attempt("r")
+    protocol.decode.submit(attempt, [1] * 20, [1, 2], 0)
     return attempt
 
 
@@ -77,8 +78,8 @@ def auto(clock):
     """A decode engine with `auto`, which one of two prefill engines has greeted."""
     us = msgspec.structs.replace(US, role=m.Role.DECODE)
     protocol = PeerProtocol(AUTO, us, b"memory", clock)
-    protocol.handle_timeout()
-    assert protocol.receive(MessageSource.PREFILL, "p", m.Hello(P, b""))
+    protocol.control.handle_timeout()
+    assert protocol.control.receive(MessageSource.PREFILL, "p", m.Hello(P, b""))
     from_broker(protocol, m.Peers("b", 1, [us, P, msgspec.structs.replace(P, incarnation="q")], 0))
     return protocol
 
@@ -86,39 +87,39 @@ def auto(clock):
 def heartbeats(protocol, clock, count):
     for _ in range(count):
         clock.now += 1.0
-        protocol.handle_timeout()
+        protocol.control.handle_timeout()
 
 
 def test_the_loads_of_those_that_have_greeted_are_known_from_the_list_and_then_from_heartbeats(auto):
-    assert auto.prefill_loads() == PrefillLoads(0, ((300, 50.0), ), ((), ))
-    assert auto.prefill_loads(("p", )) == PrefillLoads(0, ())
+    assert auto.decode.prefill_loads() == PrefillLoads(0, ((300, 50.0), ), ((), ))
+    assert auto.decode.prefill_loads(("p", )) == PrefillLoads(0, ())
     from_broker(auto, m.Heard("b", 2, 80, (m.PrefillLoad("p", 100, 60.0), m.PrefillLoad("stranger", 1, 1.0))))
-    assert auto.prefill_loads() == PrefillLoads(80, ((100, 60.0), ), ((), ))
+    assert auto.decode.prefill_loads() == PrefillLoads(80, ((100, 60.0), ), ((), ))
     from_broker(auto, m.Heard("b", 2))  # an older broker, or NATS
-    assert auto.prefill_loads() == PrefillLoads(2000, ((100, 60.0), ), ((), ))
+    assert auto.decode.prefill_loads() == PrefillLoads(2000, ((100, 60.0), ), ((), ))
 
 
 def test_our_own_jobs_count_where_they_are_until_they_are_computed(auto, clock):
     from_broker(auto, m.Heard("b", 0, 0, (m.PrefillLoad("p", 0, 50.0), )))
-    attempt = auto.next_attempt("r")
-    auto.submit(attempt, [1] * 100, list(range(7)), 2)  # two blocks of 16 are cached
-    assert auto.prefill_loads() == PrefillLoads(68, ((0, 50.0), ), ((), ))
-    auto.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 1))
+    attempt = auto.decode.next_attempt("r")
+    auto.decode.submit(attempt, [1] * 100, list(range(7)), 2)  # two blocks of 16 are cached
+    assert auto.decode.prefill_loads() == PrefillLoads(68, ((0, 50.0), ), ((), ))
+    auto.control.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 1))
     clock.now += 0.5
-    assert auto.prefill_loads() == PrefillLoads(0, ((68, 50.0), ), (((68, 0.5), ), ))
+    assert auto.decode.prefill_loads() == PrefillLoads(0, ((68, 50.0), ), (((68, 0.5), ), ))
     clock.now -= 0.5
     from_broker(auto, m.Heard("b", 0, 68, (m.PrefillLoad("p", 68, 50.0), )))
     once = PrefillLoads(0, ((68, 50.0), ), (((68, 0.0), ), ))
-    assert auto.prefill_loads() == once, "and not in the queue of before"
-    auto.receive(MessageSource.PREFILL, "p", m.Writing(attempt, 1))
-    assert auto.prefill_loads() == PrefillLoads(0, ((0, 50.0), ), ((), ))
+    assert auto.decode.prefill_loads() == once, "and not in the queue of before"
+    auto.control.receive(MessageSource.PREFILL, "p", m.Writing(attempt, 1))
+    assert auto.decode.prefill_loads() == PrefillLoads(0, ((0, 50.0), ), ((), ))
     heartbeats(auto, clock, PERIODS)
-    assert auto.prefill_loads() == PrefillLoads(68, ((68, 50.0), ), ((), )), "by now these are others'"
+    assert auto.decode.prefill_loads() == PrefillLoads(68, ((68, 50.0), ), ((), )), "by now these are others'"
 
 
 def test_with_a_fixed_number_nobody_follows_loads(protocol):
     with pytest.raises(ValueError, match="auto only"):
-        protocol.prefill_loads()
+        protocol.decode.prefill_loads()
 
 
 def test_the_broker_is_sent_credits_once_and_a_new_broker_again():
@@ -137,14 +138,14 @@ def test_the_broker_is_sent_credits_once_and_a_new_broker_again():
 
 
 def test_jobs_that_come_count_until_the_engine_has_credits_again(protocol, woken, clock):
-    protocol.set_credits(2)
+    protocol.prefill.set_credits(2)
     assert woken and transmitted(protocol) == [m.Credit(2, 0)]
-    protocol._do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
+    protocol._core.do([Prefill(m.Attempt("d", "r", 0), [1], [1], 0, [], "d")])
     assert transmitted(protocol) == [m.Credit(1, 0)]
     assert len(events(protocol)) == 1
     assert transmitted(protocol) == [], "the broker knows: what waited has been taken"
     woken.clear()
-    protocol.set_credits(1)
+    protocol.prefill.set_credits(1)
     assert not woken and transmitted(protocol) == []
 
 
@@ -155,27 +156,27 @@ def test_b30_jobs_of_an_engine_that_polls_no_more_are_given_back(protocol):
         from_broker(protocol, m.Offer(m.Job(attempts[number], decoder.address, [1] * 20, 0, 60.0), number))
 
     def grant(number):
-        protocol.receive(MessageSource.DECODE, "d", m.Grant(attempts[number], number + 1, [3, 4], 0, 9.0))
+        protocol.control.receive(MessageSource.DECODE, "d", m.Grant(attempts[number], number + 1, [3, 4], 0, 9.0))
 
     decoder = m.Member("d", m.Role.DECODE, "tcp://127.0.0.1:3", FINGERPRINT)
     attempts = [m.Attempt("d", "r", number) for number in range(4)]
-    protocol.set_credits(8)
+    protocol.prefill.set_credits(8)
     offer(0)
-    protocol.receive(MessageSource.DECODE, "d", m.HelloReply(decoder, b"memory"))
+    protocol.control.receive(MessageSource.DECODE, "d", m.HelloReply(decoder, b"memory"))
     offer(1)
     grant(0)
     transmitted(protocol)
-    protocol.refuse_jobs("no steps")
+    protocol.prefill.refuse_jobs("no steps")
     assert protocol.state.paused
     grant(1)
     offer(2)
     grant(2)
-    assert not any(isinstance(event, Prefill) for event in events(protocol)) and not protocol.open_attempts()
-    sent = list(iter(protocol.poll_transmit, None))
+    assert not any(isinstance(event, Prefill) for event in events(protocol)) and not protocol.operators.open_attempts()
+    sent = list(iter(protocol.control.poll_transmit, None))
     assert ToBroker(m.Credit(0, 2)) in sent
     assert [action.message.attempt for action in sent
             if isinstance(action, ToDecode) and isinstance(action.message, m.Failed)] == attempts[:3]
-    protocol.set_credits(8)
+    protocol.prefill.set_credits(8)
     assert not protocol.state.paused
     offer(3)
     grant(3)
@@ -183,72 +184,72 @@ def test_b30_jobs_of_an_engine_that_polls_no_more_are_given_back(protocol):
 
 
 def test_credits_that_did_not_leave_are_sent_again(protocol):
-    protocol.set_credits(2)
+    protocol.prefill.set_credits(2)
     (credit,) = transmitted(protocol)
-    protocol.transmit_failed(credit)
-    assert transmitted(protocol) == [] and protocol.view().broker_up
-    protocol.handle_timeout()
+    protocol.control.transmit_failed(credit)
+    assert transmitted(protocol) == [] and protocol.decode.view().broker_up
+    protocol.control.handle_timeout()
     assert transmitted(protocol) == [credit]
-    protocol.handle_timeout()
+    protocol.control.handle_timeout()
     assert transmitted(protocol) == []
 
 
 def test_b43_one_that_drains_takes_no_jobs_and_leaves_when_nothing_is_open(protocol, clock):
     def leaves():
-        protocol.handle_timeout()
+        protocol.control.handle_timeout()
         return m.Leave() in transmitted(protocol)
 
     attempt = submitted(protocol)
-    protocol.set_credits(2)
+    protocol.prefill.set_credits(2)
     clock.now = 0.5
-    protocol.drain()
-    protocol.handle_timeout()
+    protocol.operators.drain()
+    protocol.control.handle_timeout()
     sent = transmitted(protocol)
     assert [message.member.draining for message in sent if isinstance(message, m.Register)] == [True], "at once"
     assert m.Credit(0, 0) in sent
     from_broker(protocol, m.Peers("b", 2, [protocol.state.member()], 0))
     protocol.set_load(m.Load())
     assert not leaves(), "an attempt is open"
-    protocol.abort(attempt)
+    protocol.decode.abort(attempt)
     assert not leaves(), "the engine has not heard its end"
     events(protocol)
     assert leaves() and not leaves()
     clock.now = 100.0
-    protocol.handle_timeout()
+    protocol.control.handle_timeout()
     assert not any(isinstance(message, m.Register) for message in transmitted(protocol))
 
 
 def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(protocol, clock):
     clock.now = 0.5 * CONFIG.heartbeat_s
-    protocol.handle_timeout()
+    protocol.control.handle_timeout()
     assert transmitted(protocol) == []
     clock.now = CONFIG.heartbeat_s
-    protocol.handle_timeout()
-    register = protocol.poll_transmit().message
+    protocol.control.handle_timeout()
+    register = protocol.control.poll_transmit().message
     assert register == m.Register(US, "b", 1)
-    protocol.transmit_failed(register)
-    assert transmitted(protocol) == [] and not protocol.view().broker_up
-    protocol.announce()
-    assert protocol.next_timeout() == clock.now + RECONNECT_POLL_S
+    protocol.control.transmit_failed(register)
+    assert transmitted(protocol) == [] and not protocol.decode.view().broker_up
+    protocol.control.announce()
+    assert protocol.control.next_timeout() == clock.now + RECONNECT_POLL_S
     clock.now += RECONNECT_POLL_S
-    protocol.handle_timeout()
+    protocol.control.handle_timeout()
     assert transmitted(protocol) == [register]
 
 
 def test_the_engine_is_woken_once_for_what_it_has_not_polled(protocol):
-    assert not protocol.announce()
-    protocol.abort(submitted(protocol))
-    assert protocol.next_timeout() == float("-inf")
-    assert protocol.announce() and not protocol.announce()
+    assert not protocol.control.announce()
+    protocol.decode.abort(submitted(protocol))
+    assert protocol.control.next_timeout() == float("-inf")
+    assert protocol.control.announce() and not protocol.control.announce()
     assert len(events(protocol)) == 1
 
 
 def test_a_put_that_did_not_leave_falls_back_at_once_and_the_broker_is_away(protocol):
     submitted(protocol)
-    put = protocol.poll_transmit().message
-    assert isinstance(put, m.Put) and protocol.view().broker_up
-    protocol.transmit_failed(put)
-    assert not protocol.view().broker_up
+    put = protocol.control.poll_transmit().message
+    assert isinstance(put, m.Put) and protocol.decode.view().broker_up
+    protocol.control.transmit_failed(put)
+    assert not protocol.decode.view().broker_up
     assert [type(event).__name__ for event in events(protocol)] == ["Fallback", "Released"]
 
 
@@ -268,54 +269,54 @@ def prefill_engine(**difference) -> m.Member:
 
 def listed(protocol, *others):
     """The broker's list, with us and these."""
-    from_broker(protocol, m.Peers("b", protocol._cluster.version + 1, [US, *others], 0))
+    from_broker(protocol, m.Peers("b", protocol._core.cluster.version + 1, [US, *others], 0))
     due(protocol)
 
 
 def due(protocol):
-    protocol.handle_timeout()
+    protocol.control.handle_timeout()
     transmitted(protocol)
 
 
 def cause(protocol):
-    degraded = protocol.degraded()
+    degraded = protocol.operators.degraded()
     return None if degraded is None else degraded.cause
 
 
 def test_b42_an_engine_says_why_it_has_nobody_to_work_with(protocol):
     """B42: and its engine is woken for each change, for the gauge."""
     listed(protocol)
-    assert cause(protocol) is Cause.PEER and protocol.announce()
+    assert cause(protocol) is Cause.PEER and protocol.control.announce()
     listed(protocol, prefill_engine(block_size=32))
-    assert cause(protocol) is Cause.MISMATCH and protocol.announce()
-    assert all(word in protocol.degraded().detail for word in ("block_size", "16", "32"))
+    assert cause(protocol) is Cause.MISMATCH and protocol.control.announce()
+    assert all(word in protocol.operators.degraded().detail for word in ("block_size", "16", "32"))
     listed(protocol, prefill_engine())
     assert cause(protocol) is Cause.PEER, "it has not reached us yet"
-    protocol.receive(MessageSource.PREFILL, "p", m.Hello(prefill_engine(), b"its memory"))
+    protocol.control.receive(MessageSource.PREFILL, "p", m.Hello(prefill_engine(), b"its memory"))
     due(protocol)
-    assert cause(protocol) is None and protocol.announce()
+    assert cause(protocol) is None and protocol.control.announce()
     due(protocol)
-    assert not protocol.announce(), "nothing is new"
-    protocol.transmit_failed(m.Withdraw(m.Attempt("us", "r", 0)))
-    assert cause(protocol) is Cause.BROKER and CONFIG.broker in protocol.degraded().detail
-    protocol.drain()
+    assert not protocol.control.announce(), "nothing is new"
+    protocol.control.transmit_failed(m.Withdraw(m.Attempt("us", "r", 0)))
+    assert cause(protocol) is Cause.BROKER and CONFIG.broker in protocol.operators.degraded().detail
+    protocol.operators.drain()
     assert cause(protocol) is None, "it is to have none"
 
 
 def test_b42_a_prefill_engine_wants_decode_engines(protocol):
     """B42: those that have answered it."""
-    protocol.set_role(m.Role.PREFILL)
+    protocol.operators.set_role(m.Role.PREFILL)
     listed(protocol, prefill_engine())
     assert cause(protocol) is Cause.PEER
     other = msgspec.structs.replace(prefill_engine(), role=m.Role.DECODE)
     listed(protocol, other)
-    protocol.receive(MessageSource.DECODE, "p", m.HelloReply(other, b"its memory"))
+    protocol.control.receive(MessageSource.DECODE, "p", m.HelloReply(other, b"its memory"))
     assert cause(protocol) is None
 
 
 def test_after_its_thread_has_died_an_engine_stays_alone(protocol):
     open_attempt = submitted(protocol)
-    protocol.shut("the control thread ended: an error")
+    protocol.control.shut("the control thread ended: an error")
     late = submitted(protocol)
     ends = events(protocol)
     assert [event.attempt for event in ends] == [open_attempt, open_attempt, late, late]
@@ -327,29 +328,30 @@ def test_after_its_thread_has_died_an_engine_stays_alone(protocol):
 def test_b96_an_engine_with_other_weights_works_with_nobody(protocol, role):
     """B96: a decode engine hands nothing over, a prefill engine drains; one of both roles goes on as a decode engine.
     Nobody can change that but a restart."""
-    protocol.set_role(role)
-    protocol.set_credits(3)
+    protocol.operators.set_role(role)
+    protocol.prefill.set_credits(3)
     assert any(isinstance(one, m.Credit) and one.jobs for one in transmitted(protocol)) is role.prefills
     hold = m.Attempt("us", "kept", 0)
-    assert protocol.hold(hold, b"digest", [1, 2])
-    protocol.weights_replaced()
+    assert protocol.prefill.hold(hold, b"digest", [1, 2])
+    protocol.operators.weights_replaced()
     assert [event.hold for event in events(protocol) if isinstance(event, HoldEnded)] == [hold]
-    assert not protocol.hold(m.Attempt("us", "later", 0), b"digest", [1, 2])
+    assert not protocol.prefill.hold(m.Attempt("us", "later", 0), b"digest", [1, 2])
     assert not protocol.state.hands_over
-    assert cause(protocol) is Cause.WEIGHTS and "restart" in protocol.degraded().detail
-    protocol.handle_timeout()
+    assert cause(protocol) is Cause.WEIGHTS and "restart" in protocol.operators.degraded().detail
+    protocol.control.handle_timeout()
     found = transmitted(protocol)
     assert not any(one.jobs for one in found if isinstance(one, m.Credit))
     entry = next(one.member for one in found if isinstance(one, m.Register))
     assert entry.draining if role is m.Role.PREFILL else not (entry.draining or entry.role.prefills)
-    assert "restart" in protocol.set_role(m.Role.PREFILL if role is not m.Role.PREFILL else m.Role.DECODE)
+    assert "restart" in protocol.operators.set_role(m.Role.PREFILL if role is not m.Role.PREFILL else m.Role.DECODE)
 
 
 def test_what_a_dead_engine_said_comes_too_late(protocol):
     hello = m.Hello(prefill_engine(), b"its memory")
-    assert protocol.receive(MessageSource.PREFILL, "p", hello) and protocol.watched_peers().introduced.keys() == {"p"}
-    protocol.peer_dead("p")
-    assert not protocol.receive(MessageSource.PREFILL, "p", hello) and not protocol.watched_peers().introduced
+    control = protocol.control
+    assert control.receive(MessageSource.PREFILL, "p", hello) and control.watched_peers().introduced.keys() == {"p"}
+    control.peer_dead("p")
+    assert not control.receive(MessageSource.PREFILL, "p", hello) and not control.watched_peers().introduced
 
 
 def test_b42_the_log_says_each_cause_once_when_it_lasts():

@@ -7,7 +7,8 @@ import statistics
 import pytest
 
 from vllm_pd.broker.registry import QueueLimits, Registry
-from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.control import MessageSource
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.peer.step_watch import HUNG_S, StepWatch
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
@@ -50,9 +51,9 @@ class Fleet:
         self.runs(1.5)
 
     def submit(self, name):
-        attempt = self.nodes[name].next_attempt("r")
+        attempt = self.nodes[name].decode.next_attempt("r")
         self.submitted[attempt] = self.now
-        self.nodes[name].submit(attempt, list(range(2000)), list(range(125)), 0)
+        self.nodes[name].decode.submit(attempt, list(range(2000)), list(range(125)), 0)
         return attempt
 
     def runs(self, seconds, **every):
@@ -70,14 +71,14 @@ class Fleet:
     def _tick(self):
         self._deliver(self.registry.handle_timeout(self.now))
         for node in self.nodes.values():
-            node.handle_timeout()
+            node.control.handle_timeout()
         if not self.hangs:
             self._step()
         moved = True
         while moved:
             moved = False
             for name, node in self.nodes.items():
-                while (action := node.poll_transmit()) is not None:
+                while (action := node.control.poll_transmit()) is not None:
                     moved = True
                     self._carry(name, action)
         for name in ("d", "e"):
@@ -91,13 +92,13 @@ class Fleet:
         if isinstance(action, ToBroker):
             self._deliver(self.registry.receive(self.now, name, action.message))
         elif isinstance(action, ToDecode) and action.peer not in self.cut:
-            self.nodes[action.peer].receive(MessageSource.PREFILL, name, action.message)
+            self.nodes[action.peer].control.receive(MessageSource.PREFILL, name, action.message)
         elif isinstance(action, ToPrefill) and name not in self.cut:
-            self.nodes[action.peer].receive(MessageSource.DECODE, name, action.message)
+            self.nodes[action.peer].control.receive(MessageSource.DECODE, name, action.message)
 
     def _deliver(self, letters):
         for to, message in letters:
-            self.nodes[to].receive(MessageSource.BROKER, "b", message)
+            self.nodes[to].control.receive(MessageSource.BROKER, "b", message)
 
     def _step(self):
         p = self.nodes["p"]
@@ -106,15 +107,15 @@ class Fleet:
                 self.running[event.attempt] = self.now + PREFILL_S
             elif isinstance(event, Cancelled):
                 del self.running[event.attempt]
-                p.ended(event.attempt)
+                p.prefill.ended(event.attempt)
         for attempt in [attempt for attempt, until in self.running.items() if self.now >= until]:
             del self.running[attempt]
-            if p.may_write(attempt):
-                p.sent(attempt, m.Timings())
-                self.nodes[attempt.incarnation].arrived(attempt, 0)
+            if p.prefill.may_write(attempt):
+                p.prefill.sent(attempt, m.Timings())
+                self.nodes[attempt.incarnation].decode.arrived(attempt, 0)
             else:
-                p.failed(attempt, "the lease is over")
-        p.set_credits(ROOM - len(self.running), 2000 * len(self.running))
+                p.prefill.failed(attempt, "the lease is over")
+        p.prefill.set_credits(ROOM - len(self.running), 2000 * len(self.running))
 
     def reasons(self, since):
         """Of the prompts that came since then and have ended: why, None for those that were prefilled."""
@@ -141,7 +142,7 @@ def test_b22_jobs_that_can_not_be_claimed_end_soon_and_keep_no_place_from_others
     assert len(fleet.waits["d"]) == 40 and max(fleet.waits["d"]) <= bound < limits.lease_s
     assert collections.Counter(fleet.reasons(cut_at)) == {None: 30, FallbackReason.PEER: 40}
     assert statistics.median(fleet.waits["e"]) < 1.0 and max(fleet.waits["e"]) < 6.0
-    assert not fleet.nodes["p"].open_attempts() and not fleet.nodes["d"].open_attempts()
+    assert not fleet.nodes["p"].operators.open_attempts() and not fleet.nodes["d"].operators.open_attempts()
     # they meet again without anybody's help
     fleet.cut.clear()
     fleet.runs(1.0)
@@ -170,13 +171,13 @@ def test_b22_nobody_waits_for_an_engine_that_hangs(fleet):
     assert fleet.ends[first].reason is FallbackReason.LEASE
     assert fleet.ends[late].reason is FallbackReason.PEER
     assert max(fleet.waits["e"]) < HUNG_S + DecodeLimits().lease_s + 1.0
-    assert first in fleet.nodes["d"].open_attempts(), "its fence is up"
+    assert first in fleet.nodes["d"].operators.open_attempts(), "its fence is up"
     # P goes on: its messages take the fences down, and the broker offers it jobs again
     fleet.hangs = False
     fleet._step()
     assert not fleet.nodes["p"].state.hangs
     fleet.runs(12.0)
-    assert not any(node.open_attempts() for node in fleet.nodes.values())
+    assert not any(node.operators.open_attempts() for node in fleet.nodes.values())
     assert fleet.ends.keys() == fleet.submitted.keys()
     again_at = fleet.now
     fleet.runs(2.0, d=1.0, e=1.0)
@@ -189,13 +190,13 @@ def test_b22_an_engine_that_sleeps_beside_its_job_is_woken_and_its_lease_renewed
     fleet.runs(3 * TICK_S)
     assert attempt in fleet.running
     fleet.hangs = True  # it does not look, until it is woken
-    p.announce()
+    p.control.announce()
     for _ in range(3):
         fleet.runs(HUNG_S / 2 - 1.0)
-        assert not p.announce()
+        assert not p.control.announce()
         fleet.runs(2.0)
-        assert p.announce() and p.poll_event() is None
-    assert not p.state.hangs and attempt not in fleet.ends and p.lease_stands(attempt)
+        assert p.control.announce() and p.poll_event() is None
+    assert not p.state.hangs and attempt not in fleet.ends and p.prefill.lease_stands(attempt)
 
 
 def test_b22_an_engine_in_a_long_step_or_asleep_does_not_hang():

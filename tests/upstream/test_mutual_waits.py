@@ -67,7 +67,7 @@ class Transfer:
 
 
 class Node:
-    """One engine, which is its own control agent and protocol."""
+    """One engine, which is its own control agent, and its own protocol with all sessions."""
     error = None
 
     def __init__(self, ring: "Ring", name: str, fraction: float, **sizes) -> None:
@@ -90,6 +90,7 @@ class Node:
                                      has_other_weights=False)
         self.transfer, self.events, self.room, self.failures = Transfer(), list[Event](), 0, 0
         self._numbers = 0
+        self.protocol = self.decode = self.prefill = self.operators = self
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",
                  "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
         self.disagg = Disaggregation(self, {"kv_role": "kv_both", "extra": extra})
@@ -128,11 +129,7 @@ class Node:
     def abort_request(self, request_id: str) -> None:
         self.sim.abort(request_id)
 
-    # The control agent's part, and the protocol's.
-
-    @property
-    def protocol(self) -> "Node":
-        return self
+    # The control agent's part, and that of the protocol and its sessions.
 
     def start(self) -> None:
         pass

@@ -35,16 +35,27 @@ def _config(folder: Path, in_flight: int, blocks: int, caching: bool, chunk: int
                   block_size=BLOCK_SIZE).config
 
 
+def find_call(node: Node, name: str):
+    """What a node has of this name, or its protocol, or a session of that."""
+    protocol = node.protocol
+    for one in (node, protocol, protocol.decode, protocol.prefill, protocol.operators):
+        if hasattr(one, name):
+            return getattr(one, name)
+    raise AttributeError(name)
+
+
 class _Protocol:
-    """A node as the binding knows it: its protocol, and the wires that carry what it says."""
+    """A node as the binding knows it: its protocol and the sessions of that, in one, and the wires that carry what it
+    says."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self.decode = self.prefill = self.operators = self
         self.jobs: dict = {}
         self.aborted: list = []
 
     def __getattr__(self, name: str):
-        return getattr(self.node if hasattr(Node, name) else self.node.protocol, name)
+        return find_call(self.node, name)
 
     def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0):
         self.jobs[attempt] = token_ids, block_ids, cached_blocks

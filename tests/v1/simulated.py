@@ -93,9 +93,11 @@ def is_of(key: str, attempt: Attempt) -> bool:
 
 
 class FakeProtocol:
-    """In the place of `PeerProtocol`: records what the binding asks for, and has the events that the test puts."""
+    """In the place of `PeerProtocol` and of its sessions: records what the binding asks for, and has the events that
+    the test puts."""
 
     def __init__(self, role: messages.Role) -> None:
+        self.decode = self.prefill = self.operators = self
         self.closed: list[Attempt] = []
         self.state = SimpleNamespace(hands_over=role.decodes, role=role, draining=False,
                                      has_other_weights=False)

@@ -14,7 +14,7 @@ from simulation.fleet import Fleet
 from simulation.storms import storm
 from vllm.sampling_params import SamplingParams
 
-from tests.v1.fleet_engine import V1FleetEngine, virtual_time
+from tests.v1.fleet_engine import V1FleetEngine, find_call, virtual_time
 from tests.v1.test_holds import ASKS
 from vllm_pd.protocol.actions import HoldEnd
 from vllm_pd.protocol.decode import DecodeProtocol
@@ -42,12 +42,12 @@ class HoldingFleetEngine(V1FleetEngine):
 
         def claim_hold(attempt, hold, digest, block_ids, cached_blocks, deadline_s):
             protocol.jobs[attempt] = None, block_ids, cached_blocks
-            node.protocol.claim_hold(attempt, hold, digest, block_ids, cached_blocks, deadline_s)
+            node.protocol.decode.claim_hold(attempt, hold, digest, block_ids, cached_blocks, deadline_s)
             node._speak()
 
         def spoken(name):
             def call(*arguments):
-                answer = getattr(node.protocol, name)(*arguments)
+                answer = find_call(node, name)(*arguments)
                 node._speak()
                 return answer
             return call
@@ -89,7 +89,7 @@ class HoldingFleetEngine(V1FleetEngine):
 
     def check_at_rest(self) -> None:
         super().check_at_rest()
-        require(not self.node.protocol.open_attempts(), f"{self.node.name} has open attempts")
+        require(not self.node.protocol.operators.open_attempts(), f"{self.node.name} has open attempts")
 
 
 class HoldingFleet(Fleet):
@@ -126,8 +126,8 @@ class HoldingFleet(Fleet):
     def _left(self) -> dict:
         left = super()._left()
         for name, engine in self.engines.items():
-            if engine.node.protocol.open_attempts() or (not left and engine.simulated.has_work()):
-                left.setdefault(name, engine.node.protocol.open_attempts())
+            if engine.node.protocol.operators.open_attempts() or (not left and engine.simulated.has_work()):
+                left.setdefault(name, engine.node.protocol.operators.open_attempts())
         return left
 
 

@@ -40,7 +40,7 @@ from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferR
 if TYPE_CHECKING:
     from vllm_pd.handover.metrics import PDMetrics
     from vllm_pd.peer.cluster import QueueView
-    from vllm_pd.peer.protocol import PeerProtocol
+    from vllm_pd.peer.decode import DecodeSession
     from vllm_pd.settings.engine import PDConfig
 
 logger = logging.getLogger("vllm.pd")
@@ -93,9 +93,9 @@ class DecodeHandover(ABC, Generic[R]):
     binding derives from it and says what its engine's requests and queues are (at the end). `speed` is that of the
     engine, if it measures it."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: DecodeCapacity, metrics: PDMetrics,
+    def __init__(self, config: PDConfig, session: DecodeSession, capacity: DecodeCapacity, metrics: PDMetrics,
                  speed: StepSpeed) -> None:
-        self._protocol = protocol
+        self._session = session
         self._metrics = metrics
         self._capacity = capacity
         self._policy = config.policy
@@ -152,9 +152,9 @@ class DecodeHandover(ABC, Generic[R]):
         remote = self._request(request)
         if remote.stays:
             return None
-        if not self._protocol.state.hands_over:
+        if not self._session.state.hands_over:
             return Decision(False, Reason.ROLE) if self._asked(request) is AskedPlace.REMOTE else None
-        return self._decide(request, cached_tokens, remote, self._protocol.view(remote.failed_peers),
+        return self._decide(request, cached_tokens, remote, self._session.view(remote.failed_peers),
                             self._count_blocks(), len(self._parked()))
 
     def commit(self, request: R, decision: Decision) -> Attempt | None:
@@ -186,7 +186,7 @@ class DecodeHandover(ABC, Generic[R]):
         request_id = self._request_id(request)
         # Later attempts go through the queue: the proxy may choose the same prefill engine again.
         remote.metaserver = self._metaserver(request) if remote.attempts == 1 and remote.hold is None else None
-        return self._protocol.next_attempt(posted_name(request_id, secrets.token_hex(16)) if remote.metaserver
+        return self._session.next_attempt(posted_name(request_id, secrets.token_hex(16)) if remote.metaserver
                                            else request_id)
 
     def settle_hold(self, request: R, decision: Decision | None = None) -> None:
@@ -200,7 +200,7 @@ class DecodeHandover(ABC, Generic[R]):
             remote.hold = hold
         else:
             self._metrics.hold("unused")
-            self._protocol.drop_hold(hold)
+            self._session.drop_hold(hold)
 
     def start(self, attempt: Attempt, request: R, block_ids: list[int], cached_tokens: int) -> None:
         """The request is parked: submit its job. `block_ids` are those of the whole prompt, the cached prefix
@@ -213,19 +213,19 @@ class DecodeHandover(ABC, Generic[R]):
             self._batch.remove(request)
         if remote.hold is not None:
             hold, remote.hold = remote.hold, None
-            self._protocol.claim_hold(attempt, hold, token_digest(self._prompt(request)), list(block_ids),
+            self._session.claim_hold(attempt, hold, token_digest(self._prompt(request)), list(block_ids),
                                       cached_blocks, self._time_left_s(remote))
             return
         if self.send_grants is not None:
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
         if remote.metaserver is not None:
-            self._protocol.post_job(attempt, remote.metaserver, external_id(self._request_id(request)))
-        self._protocol.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
+            self._session.post_job(attempt, remote.metaserver, external_id(self._request_id(request)))
+        self._session.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
                               self._time_left_s(remote), self._priority(request))
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
-        self._protocol.abort(attempt)
+        self._session.abort(attempt)
         self._close_grant(attempt)
         remote = self._attempts.get(attempt)
         if remote is None:
@@ -240,7 +240,7 @@ class DecodeHandover(ABC, Generic[R]):
         if notice is None:
             self._metrics.frames_dropped("notice_malformed")
         else:
-            self._protocol.arrived(notice.attempt, notice.rank)
+            self._session.arrived(notice.attempt, notice.rank)
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Turn an event of the protocol into progress for the scheduler."""
@@ -281,7 +281,7 @@ class DecodeHandover(ABC, Generic[R]):
         attempt."""
         attempt = self._closing.pop(end.key, None)
         if attempt is not None and end.ok:
-            self._protocol.grant_closed(attempt)
+            self._session.grant_closed(attempt)
 
     def scheduled(self) -> None:
         """A step was scheduled. Note which requests it resumed whose KV has come."""
@@ -310,7 +310,7 @@ class DecodeHandover(ABC, Generic[R]):
         for attempt, remote in failed:
             request, avoid = parked[attempt], remote.request.failed_peers
             if avoid not in views:
-                views[avoid] = self._protocol.view(avoid)
+                views[avoid] = self._session.view(avoid)
             free_again = remote.blocks if remote.released else 0
             if self._decide(request, 0, remote.request, views[avoid], blocks - free_again, len(parked) - 1).remote:
                 self._give_back(attempt, progress)
@@ -454,7 +454,7 @@ class DecodeHandover(ABC, Generic[R]):
                             whole_blocks=tokens // block_size - cached_tokens // block_size)
         hold = None if remote.hold_settled else self._hold(request)
         if hold is not None and may_read_hold(
-                msgspec.structs.replace(found, prefill_peers=int(self._protocol.knows_holder(hold.incarnation))),
+                msgspec.structs.replace(found, prefill_peers=int(self._session.knows_holder(hold.incarnation))),
                 self._policy):
             return Decision(True, Reason.HELD)
         return decide(found, self._policy)
@@ -468,7 +468,7 @@ class DecodeHandover(ABC, Generic[R]):
                 if not self._is_finished(request)]
         self._local = [one for one in left if one[1]]
         before = self.job_tokens + sum(stays for _, stays in self._local)
-        now, loads = time.monotonic(), self._protocol.prefill_loads(avoid)
+        now, loads = time.monotonic(), self._session.prefill_loads(avoid)
         here = self.measures.here(now, before, self._num_decoding(), [rate for _, rate in loads.busy])
         there = self.measures.there(now, tokens, loads.queued_tokens, loads.busy, loads.ours)
         return expect(max(1, tokens), here, there)

@@ -107,7 +107,7 @@ class HandoverEngine(ABC):
         if shown != self._shown:
             self._shown = shown
             self._metrics.standing(*shown)
-        degraded = self.protocol.degraded()
+        degraded = self.protocol.operators.degraded()
         if degraded != self._degraded:
             self._degraded = degraded
             self._metrics.degraded(None if degraded is None else degraded.cause.value)
@@ -134,7 +134,7 @@ class HandoverEngine(ABC):
     def _give_up_sharing(self) -> None:
         """This engine's weights are about to be others than those of its fingerprint: it takes no jobs, holds nothing
         and hands nothing over from now on. Raises PDError where a job of a peer would be computed with them."""
-        self.protocol.weights_replaced()
+        self.protocol.operators.weights_replaced()
         jobs = self.prefill_jobs
         if jobs is not None:
             self._give_up_jobs(jobs.computing, "its weights are replaced")
@@ -184,9 +184,9 @@ def close_engine(agent: ControlAgent, transfer: EngineTransfer) -> None:
     """Leave the peers and release every transfer of ours. Where a peer has not said that it is done with this engine's
     memory, or a transfer of ours may still land there, it is kept, and the end of the process is the proof."""
     agent.close()
-    protocol = agent.protocol
-    ended, is_reached = transfer.close(), protocol.is_reached()
-    if is_reached or not ended and protocol.open_attempts():
+    operators = agent.protocol.operators
+    ended, is_reached = transfer.close(), operators.is_reached()
+    if is_reached or not ended and operators.open_attempts():
         logger.warning("the KV cache of this engine may still be reached: its memory is kept until the process ends")
     else:
         kept.release(agent.member.incarnation)

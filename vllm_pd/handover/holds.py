@@ -129,7 +129,7 @@ class HeldPrompts:
             self._metrics.handover("transfer", end.seconds)
         else:
             self._known.discard(read.peer)  # its ranks may have dropped it
-        self._protocol.read_ended(read.attempt, "" if end.ok else end.error or "the read failed", end.may_land)
+        self._protocol.decode.read_ended(read.attempt, "" if end.ok else end.error or "the read failed", end.may_land)
 
     @property
     def blocks(self) -> int:
@@ -148,11 +148,11 @@ class HeldPrompts:
 
     def _keep(self, sample: tuple[str, bytes], block_ids: list[int]) -> Attempt | None:
         """Hold these blocks. None: not in this engine's state."""
-        hold = self._protocol.next_attempt(secrets.token_hex(16))
+        hold = self._protocol.decode.next_attempt(secrets.token_hex(16))
         self._references.hold(hold, block_ids)
         kept = False
         try:
-            kept = self._protocol.hold(hold, sample[1], block_ids)
+            kept = self._protocol.prefill.hold(hold, sample[1], block_ids)
         finally:
             if not kept:  # nothing would ever release them
                 self._references.release(hold)

@@ -38,7 +38,7 @@ from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.decisions.prefix import PrefixCost, PrefixReads
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import ArrivalNotice, Progress
-from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
@@ -110,9 +110,9 @@ class PrefillHandover(ABC):
     """All jobs that this engine has from peers. Used from the step loop only, except `report_end`. None come before the
     first `set_credits`. A binding derives from it and says what a request of its engine is (at the end)."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, capacity: PrefillCapacity, metrics: PDMetrics,
+    def __init__(self, config: PDConfig, session: PrefillSession, capacity: PrefillCapacity, metrics: PDMetrics,
                  speed: StepSpeed) -> None:
-        self._protocol = protocol
+        self._session = session
         self._speed = speed
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
@@ -150,7 +150,7 @@ class PrefillHandover(ABC):
     @property
     def _lasting_blocks(self) -> int:
         """How many blocks may be set aside for as long as both this engine and a peer live."""
-        return self.unproven_blocks + self.quarantined_blocks + self._protocol.lasting_hold_blocks()
+        return self.unproven_blocks + self.quarantined_blocks + self._session.lasting_hold_blocks()
 
     @property
     def has_jobs(self) -> bool:
@@ -286,7 +286,7 @@ class PrefillHandover(ABC):
         """Tell the protocol how many more jobs this engine takes, and how many tokens those have that it has to
         compute. To be called after events were handled."""
         taken = sum(not job.cancelled for job in self._jobs.values())  # the others may wait for a peer that is stopped
-        self._protocol.set_credits(max(0, self._max_jobs - taken), self.job_tokens)
+        self._session.set_credits(max(0, self._max_jobs - taken), self.job_tokens)
 
     def handle(self, event: Event, progress: Progress) -> None:
         """Handle an event of the protocol."""
@@ -303,7 +303,7 @@ class PrefillHandover(ABC):
     def ignored(self, attempt: Attempt) -> None:
         """The scheduler refused the job's request: it fits neither the pool nor the batch. It owns no blocks."""
         if self._jobs.pop(attempt, None) is not None:
-            self._protocol.failed(attempt, "the prompt does not fit this engine")
+            self._session.failed(attempt, "the prompt does not fit this engine")
 
     def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
         """Whether the beginning of this waiting job's prompt, of which `cached_tokens` are cached here, is to be read
@@ -391,7 +391,7 @@ class PrefillHandover(ABC):
             elif has_failed:
                 over.append(job)
         for job in over:
-            self._protocol.failed(job.prefill.attempt, job.writes.error)
+            self._session.failed(job.prefill.attempt, job.writes.error)
             # Its request may end here, and with it this is called again, for the others.
             if self._jobs.get(job.prefill.attempt) is job and not self._has_open(job):
                 self._end(job, progress)
@@ -408,12 +408,12 @@ class PrefillHandover(ABC):
         attempt = job.prefill.attempt
         if write is None:
             if end.may_land:
-                self._protocol.read_unproven(attempt, f"the read failed: {end.error}")
+                self._session.read_unproven(attempt, f"the read failed: {end.error}")
             elif job.cancelled:
                 self._report_stop(job)
             return  # otherwise the job goes on
         if end.may_land:
-            self._protocol.unproven(attempt, f"the transfer failed: {end.error}")
+            self._session.unproven(attempt, f"the transfer failed: {end.error}")
         with self._writes_lock:
             job.writes.end(end.ok, end.bytes, f"the transfer failed: {end.error}")
             following = self._next_write(job)
@@ -425,11 +425,11 @@ class PrefillHandover(ABC):
         if not is_over:
             return
         if cancelled:
-            self._protocol.ended(attempt)
+            self._session.ended(attempt)
         elif error:
-            self._protocol.failed(attempt, error)
+            self._session.failed(attempt, error)
         else:
-            self._protocol.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=job.waited_s + end.seconds,
+            self._session.sent(attempt, Timings(prefill_s=job.prefill_s, transfer_s=job.waited_s + end.seconds,
                                                  bytes=job.writes.bytes, measured=True, last_bytes=end.bytes))
 
     def ended(self, end: transfer.Finished, progress: Progress) -> None:
@@ -453,7 +453,7 @@ class PrefillHandover(ABC):
 
     def free_dead(self, progress: Progress) -> None:
         """Free what failed reads may have filled, once their peers are dead."""
-        for job in [one for one in self._unproven_reads if self._protocol.is_dead(one.prefill.peer)]:
+        for job in [one for one in self._unproven_reads if self._session.is_dead(one.prefill.peer)]:
             self._unproven_reads.remove(job)
             progress.finished_transfers.append(job.prefill.attempt)
 
@@ -464,7 +464,7 @@ class PrefillHandover(ABC):
         if not writes.is_due:
             return None
         # D looks for the notice from the message on that `may_write` sends.
-        if not (self._protocol.may_write if writes.is_complete else self._protocol.lease_stands)(attempt):
+        if not (self._session.may_write if writes.is_complete else self._session.lease_stands)(attempt):
             writes.close("the lease ran out before the write")
             return None
         write = writes.begin()
@@ -495,9 +495,9 @@ class PrefillHandover(ABC):
         if write is not None:
             self._requests.append(transfer.CancelTransfer(_write_key(attempt, write)))
         elif reason:
-            self._protocol.failed(attempt, reason)
+            self._session.failed(attempt, reason)
         else:
-            self._protocol.ended(attempt)
+            self._session.ended(attempt)
         if self._has_open(job):
             job.state = JobStage.SENDING
         else:
@@ -514,9 +514,9 @@ class PrefillHandover(ABC):
     def _report_stop(self, job: PeerJob) -> None:
         """Tell the peer that nothing of this job moves any more, which was cancelled while it read."""
         if job.lost_because:
-            self._protocol.failed(job.prefill.attempt, job.lost_because)
+            self._session.failed(job.prefill.attempt, job.lost_because)
         else:
-            self._protocol.ended(job.prefill.attempt)
+            self._session.ended(job.prefill.attempt)
 
     def _give_up_read(self, job: PeerJob, end: transfer.Finished) -> None:
         """The job's read has failed, and may still land. The scheduler, or the binding, keeps the blocks of the parked
@@ -532,7 +532,7 @@ class PrefillHandover(ABC):
 
     def _read(self, job: PeerJob, end: transfer.Finished, progress: Progress) -> None:
         attempt = job.prefill.attempt
-        arrived = end.ok and not job.cancelled and self._protocol.lease_stands(attempt)
+        arrived = end.ok and not job.cancelled and self._session.lease_stands(attempt)
         self._metrics.prefix_read("done" if arrived else "late" if end.ok or job.cancelled else "failed",
                                   end.bytes if arrived else 0)
         if arrived:
@@ -553,14 +553,14 @@ class PrefillHandover(ABC):
     def refused(self, refusal: transfer.PeerRefusal, progress: Progress) -> None:
         """The transport could not add a peer: nothing can be written there. Its jobs are given back."""
         logger.error("peer %s can't be reached by the transport: %s", refusal.peer, refusal.reason)
-        self._protocol.peer_unadded(refusal.peer, refusal.reason)
+        self._session.peer_unadded(refusal.peer, refusal.reason)
         attempts = [*self.computing, *self.reading, *self.queued]
         self.give_back([attempt for attempt in attempts if self._jobs[attempt].prefill.peer == refusal.peer],
                        f"the transport could not add the decode engine: {refusal.reason}", progress)
 
     def _take(self, prefill: Prefill) -> None:
         attempt, token_ids = prefill.attempt, prefill.token_ids
-        if self._protocol.state.has_other_weights:  # it was on its way
+        if self._session.state.has_other_weights:  # it was on its way
             self._refuse(attempt, "its weights were replaced")
         elif 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
             self._jobs[attempt] = PeerJob(
@@ -589,19 +589,19 @@ class PrefillHandover(ABC):
                        for one in self._jobs.values() if one.cancelled)
         lasting, needed = self._lasting_blocks + stopping, self._prompt_blocks(job.prefill)
         kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
-        new = needed - min(cached_blocks, self._protocol.lasting_hold_blocks())
+        new = needed - min(cached_blocks, self._session.lasting_hold_blocks())
         if lasting and new > self._total_blocks - lasting - kept_free:
             raise ValueError(f"it needs {needed} blocks, and of {self._total_blocks} {lasting} are set aside until "
                              "transfers or peers have ended")
 
     def _refuse(self, attempt: Attempt, problem: str) -> None:
         logger.warning("job %s can't run here: %s", attempt, problem)
-        self._protocol.failed(attempt, f"the prefill engine can't run it: {problem}")
+        self._session.failed(attempt, f"the prefill engine can't run it: {problem}")
 
     def _cancel(self, attempt: Attempt, progress: Progress) -> None:
         job = self._jobs.get(attempt)
         if job is None:
-            self._protocol.ended(attempt)
+            self._session.ended(attempt)
         elif job.state is JobStage.READING:
             self._abort_request(job)  # which calls `aborted`
         elif not job.cancelled:

@@ -11,8 +11,9 @@ import msgspec
 
 from vllm_pd.peer.liveness import process
 from vllm_pd.peer.liveness.lifeline import Lifeline
+from vllm_pd.peer.operators import merged
 from vllm_pd.peer.poster import MetaserverPoster
-from vllm_pd.peer.protocol import PeerProtocol, merged
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.peer.sockets import ControlSockets
 from vllm_pd.peer.thread import ControlThread
 from vllm_pd.protocol import messages as m
@@ -56,8 +57,8 @@ class ControlAgent:
         self.protocol = PeerProtocol(self._config, member, self._metadata, self._clock)
         poster = None
         if self._config.metaserver_urls:
-            poster = MetaserverPoster(self._config.metaserver_urls, member.fingerprint, self.protocol.unclaimable,
-                                      self.protocol.stop_posting)
+            poster = MetaserverPoster(self._config.metaserver_urls, member.fingerprint,
+                                      self.protocol.decode.unclaimable, self.protocol.decode.stop_posting)
             poster.start()
         self.thread = ControlThread(self.protocol, sockets, self._lifeline, self._wake, self._clock, self._is_gone,
                                     self._look, poster)
@@ -98,8 +99,9 @@ class ControlAgent:
 
     def counts(self) -> dict[str, int]:
         """Gauges: jobs and attempts by state, peers, sockets."""
-        return {**self.protocol.counts(), "sockets": self.thread.count_sockets() if self.thread is not None else 0}
+        sockets = self.thread.count_sockets() if self.thread is not None else 0
+        return {**self.protocol.operators.counts(), "sockets": sockets}
 
     def dropped(self) -> dict[str, int]:
         """Counters of messages that changed nothing: malformed, late, duplicate, unknown, refused, unsent."""
-        return self.protocol.dropped() | merged(link=dict(self._socket_counters))  # the thread adds to it
+        return self.protocol.operators.dropped() | merged(link=dict(self._socket_counters))  # the thread adds to it

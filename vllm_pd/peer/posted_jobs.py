@@ -12,7 +12,7 @@ ANSWER_S = 2.0  # for the metaserver to answer once the prompt is here: the conn
 
 
 class PostedJobs:
-    """Belongs to a `PeerProtocol`, and is used under its lock. Holds an attempt from `add` until its last event."""
+    """Belongs to a `PeerCore`, and is used under its lock. Holds an attempt from `add` until its last event."""
 
     def __init__(self) -> None:
         self._open: dict[m.Attempt, tuple[str, str]] = {}  # the URL and the request id

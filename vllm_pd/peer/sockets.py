@@ -15,7 +15,7 @@ import zmq
 from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.broker.zmq_backend import ZmqBackend
 from vllm_pd.errors import ConfigError
-from vllm_pd.peer.protocol import MessageSource
+from vllm_pd.peer.control import MessageSource
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.peering import PeeringLimits
 from vllm_pd.rpc import codec, sockets

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Set
 
 from vllm_pd.errors import ControlError
+from vllm_pd.peer.control import MessageSource
 from vllm_pd.peer.degraded import DegradedLog
 from vllm_pd.peer.direct_jobs import NOT_CLAIMED, DirectJobs
 from vllm_pd.peer.liveness import process
@@ -14,7 +15,7 @@ from vllm_pd.peer.liveness.lifeline import Lifeline
 from vllm_pd.peer.liveness.monitor import LivenessMonitor
 from vllm_pd.peer.notices import Notices
 from vllm_pd.peer.poster import MetaserverPoster
-from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.peer.sockets import ControlSockets
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, Connect, Disconnect, PostJob, StopPost, ToBroker, ToDecode, ToPrefill
@@ -38,6 +39,7 @@ class ControlThread:
                  look: Callable[[float, float], None] | None = None, poster: MetaserverPoster | None = None):
         self.error: BaseException | None = None
         self._protocol = protocol
+        self._control = protocol.control
         self.sockets = sockets
         self._lifeline = lifeline
         self.liveness = LivenessMonitor()
@@ -52,11 +54,11 @@ class ControlThread:
         self._shown: tuple[m.Role, bool, bool] | None = None  # what the front end was last sent
         self._warned: str | None = None
         self._next_warning = 0.0
-        self._degraded_log = DegradedLog(protocol.ttl_s)
+        self._degraded_log = DegradedLog(protocol.control.ttl_s)
         for source in (lifeline, self.liveness):
             sockets.watch(source.fileno())
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
-        protocol.set_wakeup(self._wakeup)
+        self._control.set_wakeup(self._wakeup)
 
     # For the engine's threads.
 
@@ -70,7 +72,7 @@ class ControlThread:
         self._stopping = True
         if threading.current_thread() is self._thread:
             return
-        self._protocol.wake()
+        self._control.wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
@@ -97,11 +99,11 @@ class ControlThread:
         except BaseException as error:  # whatever it is, the engine must learn of it and go on alone
             logger.exception("the control thread ended; all prefills stay local from now on")
             self.error = error
-            self._protocol.shut(f"the control thread ended: {error!r}")
+            self._control.shut(f"the control thread ended: {error!r}")
             self._wake()
             self._end_direct(frozenset(), "the control thread of this engine has ended")
         finally:
-            self._protocol.set_wakeup(None)
+            self._control.set_wakeup(None)
             if self._poster is not None:
                 self._poster.close()
             self.sockets.close(LINGER_MS)
@@ -110,11 +112,11 @@ class ControlThread:
     def _leave(self) -> None:
         """Send what the engine still has to say, cancel what it had asked for, have others end their reads, and say
         goodbye."""
-        self._protocol.abort_all()
-        self._protocol.close_holds()
+        self._protocol.decode.abort_all()
+        self._protocol.prefill.close_holds()
         self._transmit()
         until = self._clock() + READS_S
-        while self._protocol.is_read() and (left_s := until - self._clock()) > 0:
+        while self._protocol.prefill.is_read() and (left_s := until - self._clock()) > 0:
             self._receive_all(left_s)
             self._transmit()
         self._end_direct(frozenset(), "this engine ends")
@@ -128,19 +130,19 @@ class ControlThread:
         self._lifeline.accept_waiting()
         self._check_liveness()
         self._warn()
-        self._protocol.handle_timeout()
-        line = self._degraded_log.line(self._clock(), self._protocol.last_degraded)
+        self._control.handle_timeout()
+        line = self._degraded_log.line(self._clock(), self._control.last_degraded)
         if line is not None:
             logger.warning(line)
-        jobs = self._protocol.jobs()
+        jobs = self._protocol.prefill.jobs()
         self._transmit()
         self._end_direct(jobs)
-        self.sockets.holding(self._protocol.jobs())
+        self.sockets.holding(self._protocol.prefill.jobs())
         self._show_state()
         self._wake_engine()
 
     def _timeout_s(self) -> float:
-        due = [self._protocol.next_timeout(), self._notices.next_look, self.liveness.next_timeout()]
+        due = [self._control.next_timeout(), self._notices.next_look, self.liveness.next_timeout()]
         return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     # What comes in.
@@ -159,7 +161,7 @@ class ControlThread:
             self._take_job(sender, message.job)
         elif source in (MessageSource.OPERATOR, MessageSource.FRONT):
             self._answer_operator(source, sender, message)
-        elif not self._protocol.receive(source, sender, message):
+        elif not self._control.receive(source, sender, message):
             self.sockets.counters["dead_sender"] += 1
         elif source is not MessageSource.BROKER:
             self._note_peer(source, sender, message)
@@ -173,7 +175,7 @@ class ControlThread:
             self._notices.look_soon(now)
 
     def _take_job(self, front: str, job: m.Job) -> None:
-        problem = self._protocol.take_job(job)
+        problem = self._protocol.prefill.take_job(job)
         self.sockets.to_front(front, m.DirectJobTaken(job.attempt))
         if problem:
             self.sockets.to_front(front, m.DirectJobEnd(job.attempt, problem))
@@ -183,12 +185,12 @@ class ControlThread:
     def _answer_operator(self, source: MessageSource, sender: str, message: m.Message) -> None:
         problem = ""
         if isinstance(message, m.Drain):
-            self._protocol.drain()
+            self._protocol.operators.drain()
         elif isinstance(message, m.SetRole):
-            problem = self._protocol.set_role(message.role)
+            problem = self._protocol.operators.set_role(message.role)
         elif source is MessageSource.FRONT and message.http:
-            self._protocol.set_http(message.http)
-        status = self._protocol.status(self.count_sockets(), problem)
+            self._protocol.operators.set_http(message.http)
+        status = self._protocol.operators.status(self.count_sockets(), problem)
         if source is MessageSource.FRONT:
             self.sockets.to_front(sender, status)
         else:
@@ -198,28 +200,29 @@ class ControlThread:
 
     def _check_liveness(self) -> None:
         """See whether the processes that matter now still exist."""
-        now, protocol = self._clock(), self._protocol
+        now = self._clock()
         gone: list[str] = []
         if self.liveness.is_due(now):
-            rank = process.lost(protocol.member) if len(protocol.member.processes) > 1 else None
+            member = self._protocol.member
+            rank = process.lost(member) if len(member.processes) > 1 else None
             if rank is not None:  # what it was to write never will be; the others may wait for it for ever
                 raise ControlError(f"the process {rank.pid} of a rank of this engine has ended")
-            peers = protocol.watched_peers()
+            peers = self._control.watched_peers()
             self.liveness.watch(now, peers.introduced, peers.busy)
             gone = self.liveness.confirm_gone(now, [name for name, one in peers.known.items() if self._is_gone(one)])
         gone += self.liveness.poll_probes(now, self._is_connected)
         for incarnation in gone:
-            protocol.peer_dead(incarnation)
+            self._control.peer_dead(incarnation)
 
     def _is_connected(self, incarnation: str) -> bool:
-        return self.sockets.is_connected(incarnation, self._protocol.hello, self._protocol.hello_reply)
+        return self.sockets.is_connected(incarnation, self._control.hello, self._control.hello_reply)
 
     def _warn(self) -> None:
         """Log once, for each, why a peer does not fit; not more often than every `WARNING_S`, whoever may call."""
         version = self.sockets.other_protocol
         if version is not None:
             self.sockets.other_protocol = None
-        mismatch = self._protocol.mismatch(version)
+        mismatch = self._control.mismatch(version)
         now = self._clock()
         if mismatch == self._warned or now < self._next_warning:
             return
@@ -231,13 +234,13 @@ class ControlThread:
     # What goes out.
 
     def _transmit(self) -> None:
-        while (action := self._protocol.poll_transmit()) is not None:
+        while (action := self._control.poll_transmit()) is not None:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, ToBroker):
             if self.sockets.to_broker(action.message) is not SendResult.SENT:
-                self._protocol.transmit_failed(action.message)
+                self._control.transmit_failed(action.message)
         elif isinstance(action, ToDecode):
             self.sockets.to_decode(action.peer, action.message)
             self._direct.transmitted(action.message)
@@ -261,12 +264,12 @@ class ControlThread:
         shown = (state.role, state.draining, state.left)
         if shown != self._shown:
             self._shown = shown
-            self.sockets.to_fronts(self._protocol.status(self.count_sockets()))
+            self.sockets.to_fronts(self._protocol.operators.status(self.count_sockets()))
 
     def _wake_engine(self) -> None:
         """Wake the engine if there is something for it to see, or to look for."""
-        watch = self._notices.take_due(self._clock(), self._protocol.writing_since())
+        watch = self._notices.take_due(self._clock(), self._control.writing_since())
         if watch is not None:
             self._look(*watch)
-        if self._protocol.announce():
+        if self._control.announce():
             self._wake()

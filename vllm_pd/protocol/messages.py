@@ -437,7 +437,7 @@ class Status(WireMessage):
 
 
 class StatusReply(WireMessage):
-    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `PeerProtocol.status`;
+    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
     `degraded` says why the engine has nobody to work with, empty where it has."""
     member: Member
     problem: Text = ""

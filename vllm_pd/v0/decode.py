@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.metrics import PDMetrics
-from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.features import can_go_remote
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 class RemotePrefills(DecodeHandover["SequenceGroup"]):
     """All prompts of one V0 engine that are, or may be, prefilled elsewhere."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, metrics: PDMetrics,
+    def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, metrics: PDMetrics,
                  split_requests: Mapping[str, SequenceGroupBase], speed: StepSpeed) -> None:
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
-        super().__init__(config, protocol, DecodeCapacity(cache.block_size, cache.num_gpu_blocks, batch.max_num_seqs,
+        super().__init__(config, session, DecodeCapacity(cache.block_size, cache.num_gpu_blocks, batch.max_num_seqs,
                                                           batch.max_num_batched_tokens), metrics, speed)
         self._scheduler = scheduler
         self._split_requests = split_requests

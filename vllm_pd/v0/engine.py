@@ -67,13 +67,13 @@ class Disaggregation(HandoverEngine, EngineBinding):
         super().__init__(config, agent, transfer, PDMetrics(engine.model_config.served_model_name))
         self.transfer.hold(self.agent.lifeline_fileno())
         self._split_requests = engine.seq_id_to_seq_group
-        self.remote_prefills = RemotePrefills(config, self.protocol, self._scheduler, self._metrics,
+        self.remote_prefills = RemotePrefills(config, self.protocol.decode, self._scheduler, self._metrics,
                                               self._split_requests, self.speed)
         self.prefill_jobs: PrefillJobs | None = None
         if config.role.prefills:
-            self.prefill_jobs = PrefillJobs(config, self.protocol, weakref.proxy(engine), self._metrics,
+            self.prefill_jobs = PrefillJobs(config, self.protocol.prefill, weakref.proxy(engine), self._metrics,
                                             self.speed)
-            self.protocol.refuse_jobs(NO_STEPS)  # until a loop runs
+            self.protocol.prefill.refuse_jobs(NO_STEPS)  # until a loop runs
         if config.is_two_sided:
             self.remote_prefills.send_grants = transfer.execute
         report_end = self.prefill_jobs.report_end if self.prefill_jobs is not None else ignore_end
@@ -191,7 +191,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         has_some = self.get_num_client_requests() > 0
         if self.prefill_jobs is not None and not (has_some or self.in_loop):
             self._give_up_jobs([*self.prefill_jobs.computing, *self.prefill_jobs.unsent], NO_STEPS)
-            self.protocol.refuse_jobs(NO_STEPS)
+            self.protocol.prefill.refuse_jobs(NO_STEPS)
         return has_some
 
     def take_progress(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.handover.progress import Progress
-from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.fingerprint import token_bytes
 
@@ -21,10 +21,10 @@ class PrefillJobs(PrefillHandover):
     """All jobs that a V0 engine has from peers. `engine` is the owner: a weak proxy. The scheduler holds the blocks of
     computed prompts in `prefill_sending`; writes go with the next step."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, engine: LLMEngine, metrics: PDMetrics,
+    def __init__(self, config: PDConfig, session: PrefillSession, engine: LLMEngine, metrics: PDMetrics,
                  speed: StepSpeed) -> None:
         self._engine = engine
-        super().__init__(config, protocol, PrefillCapacity(
+        super().__init__(config, session, PrefillCapacity(
             engine.cache_config.block_size, engine.model_config.get_vocab_size(), engine.parallel_config.world_size,
             token_bytes(engine.vllm_config), bool(engine.cache_config.enable_prefix_caching),
             engine.scheduler_config.max_num_batched_tokens, engine.cache_config.num_gpu_blocks), metrics, speed)

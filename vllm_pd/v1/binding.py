@@ -69,10 +69,10 @@ class EngineHandover(HandoverEngine):
         self._scheduler = scheduler
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
-        self.remote_prefills = ParkedRequests(config, self.protocol, scheduler, self.fence, metrics, self.speed)
+        self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, metrics, self.speed)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
-            self.prefill_jobs = InternalRequests(config, self.protocol, scheduler, access, capacity, self.fence,
+            self.prefill_jobs = InternalRequests(config, self.protocol.prefill, scheduler, access, capacity, self.fence,
                                                  metrics, self.speed)
             self.prefill_jobs.execute = transfer.execute
             self.prefill_jobs.set_credits()
@@ -192,7 +192,7 @@ class EngineHandover(HandoverEngine):
                             and (len(self.fence) or self.remote_prefills.parked_ids()))
         lacks_room, self._lacks_room = self._lacks_room, False
         if self.stalled and lacks_room and not scheduler.deferred_frees:  # of blocks that a step in flight may write
-            self.protocol.make_room()
+            self.protocol.prefill.make_room()
         if self._has_jobs():
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:
@@ -306,7 +306,7 @@ class EngineHandover(HandoverEngine):
 
     def _fall_back(self) -> None:
         """No request waits for a peer any more."""
-        self.protocol.close_unclaimed_holds()
+        self.protocol.prefill.close_unclaimed_holds()
         for request_id in self.remote_prefills.parked_ids():
             self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
         self.changed()
@@ -314,7 +314,7 @@ class EngineHandover(HandoverEngine):
 
     def _passing_fences(self) -> set[Attempt]:
         """Those that come down while all engines live."""
-        return set(self.fence.attempts()) - self.protocol.lasting_attempts()
+        return set(self.fence.attempts()) - self.protocol.operators.lasting_attempts()
 
     def _has_jobs(self) -> bool:
         """Whether a step may concern jobs of peers."""

@@ -20,7 +20,7 @@ from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
-from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.features import can_go_remote
@@ -37,10 +37,10 @@ _NO_PEER = (Reason.TTFT, Reason.BROKER, Reason.PEER, Reason.QUEUE, Reason.CAP)  
 class ParkedRequests(DecodeHandover["Request"]):
     """All prompts of one V1 engine that are, or may be, prefilled elsewhere."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, fence: BlockFence,
+    def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, fence: BlockFence,
                  metrics: PDMetrics, speed: StepSpeed) -> None:
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
-        super().__init__(config, protocol, DecodeCapacity(scheduler.block_size, cache.num_gpu_blocks,
+        super().__init__(config, session, DecodeCapacity(scheduler.block_size, cache.num_gpu_blocks,
                                                           batch.max_num_seqs, scheduler.max_num_scheduled_tokens),
                          metrics, speed)
         self._scheduler = scheduler

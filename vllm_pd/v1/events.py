@@ -95,7 +95,7 @@ def load_reader(scheduler: HandoverScheduling, binding: EngineHandover) -> Calla
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         fenced, parked = binding.fence.attempts(), set(binding.remote_prefills.parked_attempts())
         blocks = {attempt: len(binding.fence.block_ids(attempt)) for attempt in fenced}
-        lasting = binding.protocol.lasting_attempts()  # with reads for peers' jobs that have failed
+        lasting = binding.protocol.operators.lasting_attempts()  # with reads for peers' jobs that have failed
         sending = [one for one in fenced if one.incarnation != own and one not in lasting]
         quarantined = [one for one in fenced if one not in parked and one not in sending]
         total = pool.num_gpu_blocks - 1  # the null block is nobody's

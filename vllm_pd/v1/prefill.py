@@ -27,7 +27,7 @@ from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
 from vllm_pd.handover.progress import Progress
-from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.contract import StepShare
@@ -52,7 +52,7 @@ class ScheduledChunk(NamedTuple):
 class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
-    def __init__(self, config: PDConfig, protocol: PeerProtocol, scheduler: Scheduler, access: EngineAccess,
+    def __init__(self, config: PDConfig, session: PrefillSession, scheduler: Scheduler, access: EngineAccess,
                  capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed) -> None:
         self._scheduler = scheduler
         self._access = access
@@ -64,7 +64,7 @@ class InternalRequests(PrefillHandover):
         self._aborting = False
         self._pushes_chunks = config.push_chunks
         self._chunks: collections.deque[ScheduledChunk] = collections.deque()  # of steps in flight
-        super().__init__(config, protocol, capacity, metrics, speed)
+        super().__init__(config, session, capacity, metrics, speed)
 
     def take_lookups_out_of(self, stats: SchedulerStats) -> None:
         """V1 has counted our requests' prefix look-ups since the last call in `stats`: count them no more."""
@@ -212,7 +212,7 @@ class InternalRequests(PrefillHandover):
         if self._access.takes_requests:
             super().set_credits()
         else:
-            self._protocol.set_credits(0, is_paused=True)
+            self._session.set_credits(0, is_paused=True)
 
     def _add_request(self, job: PeerJob) -> Request:
         tokens = len(job.prefill.token_ids)

@@ -57,7 +57,7 @@ def open_counts(engine) -> dict[str, int]:
         return counts
     prefills, jobs = disagg.remote_prefills, disagg.prefill_jobs
     return counts | {
-        "open_attempts": len(disagg.protocol.open_attempts()),
+        "open_attempts": len(disagg.protocol.operators.open_attempts()),
         **prefills.debug_state(),
         "jobs": len(jobs._jobs) if jobs is not None else 0,
         "live_handles": disagg.transfer.live_handles(),
@@ -78,7 +78,8 @@ def counters_of(disagg, prefix: str = "vllm:pd_") -> dict[str, float]:
                 counters[":".join(filter(None, [sample.name.removeprefix("vllm:pd_"), labels]))] = sample.value
     if disagg is not None:
         agent = disagg.agent
-        counters |= {f"agent:{name}": count for name, count in (agent.protocol.totals() | agent.dropped()).items()}
+        totals = agent.protocol.operators.totals()
+        counters |= {f"agent:{name}": count for name, count in (totals | agent.dropped()).items()}
     return counters
 
 

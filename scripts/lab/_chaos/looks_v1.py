@@ -36,7 +36,7 @@ def core_counts(scheduler, binding) -> dict[str, int]:
     members = binding.agent.counts()
     return counts | {
         "fences": len(binding.fence),
-        "open_attempts": len(binding.protocol.open_attempts()),
+        "open_attempts": len(binding.protocol.operators.open_attempts()),
         **prefills.debug_state(),
         "parked_ids": len(prefills.parked_ids()) + len(prefills._matched),
         "jobs": 0 if jobs is None else len(jobs._jobs),

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What speaks for an engine, and the broker: all that the real ones decide by, on simulated wires.
 
-`Node` does what the control thread does, without the thread; its methods for the engine are the protocol's.
+`Node` does what the control thread does, without the thread; its methods for the engine are those of the protocol and
+its sessions.
 """
 import collections
 from collections.abc import Callable, Collection
 
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.peer.cluster import QueueView
+from vllm_pd.peer.control import MessageSource
 from vllm_pd.peer.own_jobs import PrefillLoads
-from vllm_pd.peer.protocol import MessageSource, PeerProtocol
+from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.peer.state import EngineState
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
@@ -73,8 +75,9 @@ class Node(Process):
         self._post, self._kernel = post, post.kernel
         self._timer: float | None = None
         self.protocol = PeerProtocol(config, self.member, b"memory", lambda: self.now)
-        self.protocol._decode = decode_type(self.member, b"d", self.decode.limits, self.protocol._parted)
-        self.protocol._prefill = prefill_type(self.member, b"p", self.prefill.limits, self.protocol._parted)
+        self._core = core = self.protocol._core
+        core.decode_half = decode_type(self.member, b"d", self.decode.limits, core.parted)
+        core.prefill_half = prefill_type(self.member, b"p", self.prefill.limits, core.parted)
         self.decode.broker_is(self.now, False)
         post.nodes[name] = self
         self._kernel.at(0.0, self, "timer", self._turn)
@@ -85,89 +88,89 @@ class Node(Process):
 
     @property
     def decode(self) -> DecodeProtocol:
-        return self.protocol._decode
+        return self._core.decode_half
 
     @property
     def prefill(self) -> PrefillProtocol:
-        return self.protocol._prefill
+        return self._core.prefill_half
 
     @property
     def has_news(self) -> bool:
         """Whether the engine has still to take something."""
-        return bool(self.protocol._events)
+        return bool(self._core.events)
 
-    # For the engine: the protocol's methods.
+    # For the engine: the methods of the protocol and its sessions.
 
     def poll_event(self) -> Event | None:
         return self.protocol.poll_event()
 
     def view(self, avoid: Collection[str] = ()) -> QueueView:
-        return self.protocol.view(avoid)
+        return self.protocol.decode.view(avoid)
 
     @property
     def state(self) -> EngineState:
         return self.protocol.state
 
     def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
-        return self.protocol.prefill_loads(avoid)
+        return self.protocol.decode.prefill_loads(avoid)
 
     def next_attempt(self, request_id: str) -> m.Attempt:
-        return self.protocol.next_attempt(request_id)
+        return self.protocol.decode.next_attempt(request_id)
 
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0) -> None:
-        self.protocol.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority)
+        self.protocol.decode.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority)
         self._speak()
 
     def abort(self, attempt: m.Attempt) -> None:
-        self.protocol.abort(attempt)
+        self.protocol.decode.abort(attempt)
         self._speak()
 
     def arrived(self, attempt: m.Attempt, rank: int) -> None:
-        self.protocol.arrived(attempt, rank)
+        self.protocol.decode.arrived(attempt, rank)
         self._speak()
 
     def set_credits(self, jobs: int, queued_tokens: int) -> None:
-        self.protocol.set_credits(jobs, queued_tokens)
+        self.protocol.prefill.set_credits(jobs, queued_tokens)
         self._speak()
 
     def may_write(self, attempt: m.Attempt) -> bool:
-        allowed = self.protocol.may_write(attempt)
+        allowed = self.protocol.prefill.may_write(attempt)
         self._speak()
         return allowed
 
     def sent(self, attempt: m.Attempt, timings: m.Timings) -> None:
-        self.protocol.sent(attempt, timings)
+        self.protocol.prefill.sent(attempt, timings)
         self._speak()
 
     def failed(self, attempt: m.Attempt, reason: str) -> None:
-        self.protocol.failed(attempt, reason)
+        self.protocol.prefill.failed(attempt, reason)
         self._speak()
 
     def ended(self, attempt: m.Attempt) -> None:
-        self.protocol.ended(attempt)
+        self.protocol.prefill.ended(attempt)
         self._speak()
 
     # From others.
 
     def receive(self, source: MessageSource, sender: str, message: m.Message) -> None:
-        self.protocol.receive(source, sender, message)
+        self.protocol.control.receive(source, sender, message)
         self._speak()
 
     def is_dead(self, incarnation: str) -> None:
         """That process is gone, as a fact."""
-        self.protocol.peer_dead(incarnation)
+        self.protocol.control.peer_dead(incarnation)
         self._speak()
 
     # Time.
 
     def _turn(self) -> None:
         self._timer = None
-        self.protocol.handle_timeout()
+        self.protocol.control.handle_timeout()
         self._speak()
 
     def _plan(self) -> None:
-        when = self.protocol.next_timeout()
+        when = self.protocol.control.next_timeout()
         if self._timer is None or when < self._timer - 1e-9:
             self._timer = when
             self._kernel.at(max(0.0, when - self.now) + 1e-6, self, "timer", self._on_timer, when)
@@ -179,10 +182,10 @@ class Node(Process):
     # What is to leave.
 
     def _speak(self) -> None:
-        while (action := self.protocol.poll_transmit()) is not None:
+        while (action := self.protocol.control.poll_transmit()) is not None:
             if isinstance(action, ToBroker):
                 if not self._to_broker(action.message):
-                    self.protocol.transmit_failed(action.message)
+                    self.protocol.control.transmit_failed(action.message)
             elif isinstance(action, ToDecode | ToPrefill):
                 there = self._post.nodes.get(action.peer)
                 if there is not None and there.alive:
@@ -190,7 +193,7 @@ class Node(Process):
                     self._kernel.send(there, "letter", there.receive, source, self.name, action.message)
             else:
                 assert isinstance(action, Connect | Disconnect)
-        news = self.protocol.announce()
+        news = self.protocol.control.announce()
         self._plan()
         if news:
             self.wake()

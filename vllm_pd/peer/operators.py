@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operators and the front end tell an engine and ask of it, and what there is to be seen: what is open, gauges,
+counters.
+
+Sans-IO; each method holds the lock.
+"""
+import collections
+import logging
+from typing import Any
+
+from vllm_pd.peer.core import Session, locked
+from vllm_pd.peer.degraded import Cause, Degraded
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.decode import AttemptState
+
+logger = logging.getLogger("vllm.pd")
+
+_OTHER_WEIGHTS = ("the weights of this engine were replaced while it ran: it takes no jobs of others and hands none "
+                  "over; restart it")
+
+
+class OperatorSession(Session):
+    """The calls of operators and the front end, and of whatever shows how an engine is."""
+
+    @locked
+    def drain(self) -> None:
+        """Take nothing new from others, finish what is open, then leave the registry for good. To refuse the clients of
+        this engine is its front end's part. What nobody has claimed is held for a few seconds more, and not at all
+        where nobody could claim it."""
+        if not self.state.draining:
+            logger.info("draining: no new work, what is open is finished")
+            self.state.drain()
+            if self._prefill.peers():
+                self._prefill.holds.drain(self._clock())
+            else:
+                self._do(self._prefill.holds.close_unclaimed())
+            self._core.state_changed()
+
+    @locked
+    def weights_replaced(self) -> None:
+        """The weights of this engine are not those of its fingerprint any more. It hands nothing over and takes no
+        jobs, for good; for others a `kv_both` engine is a decode engine, and a prefill engine drains. To give back what
+        it has of others, and to abort what others have of it, is the engine's part."""
+        logger.error("%s", _OTHER_WEIGHTS)
+        self.state.weights_replaced()
+        self._do(self._prefill.holds.close_unclaimed())
+        if self.state.role is m.Role.PREFILL:
+            self.drain()
+        else:
+            self._core.state_changed()
+
+    @locked
+    def set_role(self, role: m.Role) -> str:
+        """Act as `role` from now on; what is open is finished. Returns why not, empty where it is done."""
+        problem = self.state.set_role(role)
+        self._core.state_changed()
+        return problem
+
+    @locked
+    def set_http(self, http: str) -> None:
+        """The front end serves at this URL."""
+        if self.state.set_http(http):
+            self._core.state_changed()
+
+    @locked
+    def status(self, sockets: int, problem: str = "") -> m.StatusReply:
+        """The answer to an operator or the front end. `sockets` are open."""
+        gauges = {**self.counts(), "sockets": sockets, **self.state.gauges()}
+        degraded = self.degraded()
+        return m.StatusReply(self.state.member(), problem, gauges,
+                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}")
+
+    @locked
+    def degraded(self) -> Degraded | None:
+        """Why this engine can't hand prefills over, or get any; None where it can, or drains."""
+        if self._core.shut_detail:
+            return Degraded(Cause.CONTROL, self._core.shut_detail)
+        if self.state.has_other_weights:
+            return Degraded(Cause.WEIGHTS, _OTHER_WEIGHTS)
+        if self.state.draining:
+            return None
+        if not self._cluster.up:
+            return Degraded(Cause.BROKER, f"the broker {self._core.broker} does not answer")
+        decodes, unadded = self.state.role.decodes, self._prefill.unadded_peers()
+        if (self._cluster.prefills(self._core.greeted()) if decodes
+                else self._prefill.peers().keys() - self._parted - unadded.keys()):
+            return None
+        for name, reason in unadded.items():
+            if not decodes and name not in self._parted:
+                return Degraded(Cause.PEER, f"the transport can't add decode engine {name}: {reason}")
+        mismatch = self._cluster.find_mismatch(self._clock())
+        if mismatch is not None and not self._parted:
+            return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
+        parted = ", but one whose transfers with this one have failed: restart one of the two" if self._parted else ""
+        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there{parted}")
+
+    @locked
+    def lasting_attempts(self) -> set[m.Attempt]:
+        """The open ones that nothing ends but a death: a peer's, or that of this engine."""
+        return (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.given_up()
+                | self._decode.reads.unproven_reads())
+
+    @locked
+    def open_attempts(self) -> list[m.Attempt]:
+        """Every attempt with a record, in either half, and every read that may still land: empty when all has ended and
+        all fences are down."""
+        return [*self._decode.states(), *self._decode.reads.states(), *self._prefill.states(),
+                *self._prefill.holds.states(), *self._prefill.unproven_reads()]
+
+    @locked
+    def is_reached(self) -> bool:
+        """Whether a peer may read or write this engine's memory by itself, or a read of ours that has failed may still
+        fill it."""
+        writers = self._decode.fenced() if not self._decode.limits.own_fence else ()
+        return (bool(self._prefill.holds.readers()) or bool(writers) or bool(self._prefill.unproven_reads())
+                or bool(self._decode.reads.unproven_reads()))
+
+    @locked
+    def counts(self) -> dict[str, int]:
+        """Gauges: jobs and attempts by state, peers."""
+        states = collections.Counter(self._decode.states().values())
+        return {
+            "decode_queued": states[AttemptState.QUEUED],
+            "decode_granted": states[AttemptState.GRANTED],
+            "decode_fenced": len(self._decode.fenced()),
+            "prefill_jobs": len(self._prefill.states()),
+            "holds": len(self._prefill.holds),
+            "peers": len(self._prefill.peers()) + len(self._decode.peers),
+            "parted": len(self._parted),
+            "unadded": len(self._prefill.unadded_peers()),
+        }
+
+    @locked
+    def totals(self) -> dict[str, int]:
+        """Counters of what happened to attempts and jobs since the start."""
+        return merged(decode=self._decode.counters, prefill=self._prefill.counters)
+
+    @locked
+    def dropped(self) -> dict[str, int]:
+        """Counters of messages that changed nothing: late, duplicate, unknown, refused."""
+        return merged(decode=self._decode.dropped, prefill=self._prefill.dropped)
+
+    @locked
+    def debug_state(self) -> dict[str, Any]:
+        """What tests and chaos look at, as plain values; not for the product."""
+        return {
+            "decode": self._decode.debug_state(),
+            "prefill": self._prefill.debug_state(),
+            "awaited_timings": self._decode.awaited_timings(),
+            "peers": {*self._decode.peers, *self._prefill.peers()},
+            "prefill_peers": sorted(self._cluster.prefills(self._decode.peers)),
+            "members": sorted(member.incarnation for member in self._cluster.members()),
+            "queue_length": self._cluster.queue_length,
+        }
+
+    @locked
+    def bring_forward(self, until: float, leases: bool) -> int:
+        """For tests alone, see `DecodeProtocol`. `until`: by this engine's clock."""
+        return self._decode.bring_forward(until, leases)
+
+
+def merged(**counters: m.Counters) -> dict[str, int]:
+    """All counters in one dictionary, their names prefixed by the keywords."""
+    return {f"{prefix}_{name}": count for prefix, counter in counters.items() for name, count in counter.items()}
