@@ -959,7 +959,7 @@ def test_b22_memory_that_a_failed_read_may_fill_outlives_the_engine(pair, reques
 def test_b54_an_engine_that_keeps_something_of_a_failed_transfer_can_be_drained(pair, request, what, side):
     """Both live, and neither waits for what ends with it."""
     attempt = request.getfixturevalue(what)
-    assert getattr(pair, side).open_attempts() == [attempt] and drains(getattr(pair, side), pair)
+    assert getattr(pair, side).operators.open_attempts() == [attempt] and drains(getattr(pair, side), pair)
 
 
 def test_b54_a_d_that_did_not_hear_that_p_gave_up_asks_and_can_be_drained(pair):
