@@ -33,7 +33,8 @@ FAST = {
     "others": ("series", "unit", "proof"),
 }
 # Folders whose tests mostly wait run in several processes of pytest-xdist: "-n", how many.
-WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2}
+WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2, "v1": 2}
+BY_FILE = ("--dist", "loadfile")  # the tests of a file share its engines
 FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")
 SKIP_PROVEN = "VLLM_PD_SKIP_PROVEN"  # for tests/searches.py
@@ -58,7 +59,7 @@ def main() -> int:
         options = [*NOT_HEAVY, *options]
         os.environ[SKIP_PROVEN] = "1"
     counts = FAST_WORKERS if chosen.fast else WORKERS
-    workers = {f"tests/{name}": ("-n", str(count)) for name, count in counts.items()}
+    workers = {f"tests/{name}": ("-n", str(count), *BY_FILE * (name == "v1")) for name, count in counts.items()}
     kept = ROOT / "build" / ("tests_rest" if chosen.rest else "tests")
     return Session(ROOT, options, kept, workers, COMMANDS).run(lanes)
 
