@@ -1,47 +1,67 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Write beside each pin of requirements/*.txt the SHA-256 of the one file that pip takes for it.
+"""Write beside each pin of requirements/*.txt the SHA-256 of the files on PyPI that an installer may take for it.
 
-    scripts/hash_requirements.py requirements/cpu.txt ...    after a change; on x86-64 Linux with Python 3.11
+    scripts/hash_requirements.py requirements/cpu.txt ...    after a change; needs the package `packaging`
 
-pip is asked with no settings of this machine's, so the files are PyPI's. One hash for each line, not those of every
-platform's file as `uv pip compile --generate-hashes` writes them: 180 lines that a review can read, not 4,500.
+Those are the wheels for CPython 3.11 on x86-64 Linux, of whatever manylinux, because pip and uv may choose another one;
+where there is none, the source. Not those of every platform's file, as `uv pip compile --generate-hashes` writes them:
+180 lines that a review can read, not 4,500.
 """
 
 import argparse
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_PIN = re.compile(r"^(?P<pin>(?P<name>[a-z0-9._-]+)==\S+)(?P<hash> --hash=\S+)?$", re.MULTILINE)
-_OURS = {name: value for name, value in os.environ.items() if not name.startswith("PIP_") or name == "PIP_CERT"}
+from packaging.tags import Tag
+from packaging.utils import parse_wheel_filename
+
+INDEX, TIMEOUT_S = "https://pypi.org/simple", 60.0
+MINOR = 11  # of Python 3
+_PIN = re.compile(r"^(?P<pin>(?P<name>[a-z0-9._-]+)==(?P<version>\S+))(?: --hash=\S+)*$", re.MULTILINE)
 
 
-def hashes(pins: list[str]) -> dict[str, str]:
-    """SHA-256 by package name. CalledProcessError if pip finds no file for one."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "report.json")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps",
-                   "--index-url", "https://pypi.org/simple", "--report", report, *pins]  # fmt: skip
-        subprocess.run(command, check=True, env=_OURS | {"PIP_CONFIG_FILE": os.devnull})
-        files = json.loads(report.read_text())["install"]
-    return {_normalized(file["metadata"]["name"]): file["download_info"]["archive_info"]["hashes"]["sha256"]
-            for file in files}  # fmt: skip
+def fits(tag: Tag) -> bool:
+    """Whether a wheel of this tag runs on CPython 3.11 on x86-64 Linux with glibc."""
+    python = re.fullmatch(r"(cp|py)3(\d*)", tag.interpreter)
+    newest = python is not None and int(python[2] or 0) == MINOR
+    older = python is not None and int(python[2] or 0) < MINOR and (python[1] == "py" or tag.abi in ("abi3", "none"))
+    return (newest or older) and bool(re.fullmatch(r"any|(many)?linux.*_x86_64", tag.platform))
 
 
-def _normalized(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def hashes(name: str, version: str) -> list[str]:
+    """The SHA-256 of each file. Raises OSError, and ValueError if there is none."""
+    asked = urllib.request.Request(f"{INDEX}/{name}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as reply:
+        files = {file["filename"]: file["hashes"]["sha256"] for file in json.load(reply)["files"]}
+    wheels = sorted(digest for file, digest in files.items() if file.endswith(".whl") and _is_of(file, version))
+    sources = sorted(digest for file, digest in files.items() if file.endswith(f"-{version}.tar.gz"))
+    if not wheels + sources:
+        raise ValueError(f"{name}=={version}: the index has no file of it for Python 3.{MINOR} on x86-64 Linux")
+    return wheels or sources
+
+
+def _is_of(wheel: str, version: str) -> bool:
+    if f"-{version}-" not in wheel:
+        return False
+    return any(map(fits, parse_wheel_filename(wheel)[3]))
 
 
 def hashed(text: str) -> str:
-    """The requirements file's text with a hash on each pin."""
-    pins = [match["pin"] for match in _PIN.finditer(text)]
-    found = hashes(pins)
-    return _PIN.sub(lambda match: f"{match['pin']} --hash=sha256:{found[_normalized(match['name'])]}", text)
+    """The requirements file's text with the hashes on each pin."""
+
+    def lines() -> Iterator[str]:
+        pins = list(_PIN.finditer(text))
+        with ThreadPoolExecutor(8) as pool:
+            for pin, found in zip(pins, pool.map(lambda pin: hashes(pin["name"], pin["version"]), pins), strict=True):
+                yield " ".join([pin["pin"], *(f"--hash=sha256:{digest}" for digest in found)])
+
+    each = lines()
+    return _PIN.sub(lambda _: next(each), text)
 
 
 def main() -> None:
