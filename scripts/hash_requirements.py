@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,15 +52,10 @@ def _is_of(wheel: str, version: str) -> bool:
 
 def hashed(text: str) -> str:
     """The requirements file's text with the hashes on each pin."""
-
-    def lines() -> Iterator[str]:
-        pins = list(_PIN.finditer(text))
-        with ThreadPoolExecutor(8) as pool:
-            for pin, found in zip(pins, pool.map(lambda pin: hashes(pin["name"], pin["version"]), pins), strict=True):
-                yield " ".join([pin["pin"], *(f"--hash=sha256:{digest}" for digest in found)])
-
-    each = lines()
-    return _PIN.sub(lambda _: next(each), text)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda pin: hashes(pin["name"], pin["version"]), _PIN.finditer(text)))
+    each = iter(found)
+    return _PIN.sub(lambda pin: " ".join([pin["pin"], *(f"--hash=sha256:{digest}" for digest in next(each))]), text)
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ def imported(file: Path, folder: Path) -> frozenset[Path]:
     """The files of this repository that the file imports. Names are looked for as for a test in `folder`."""
     roots = (ROOT, folder, ROOT / "scripts", ROOT / "scripts" / "lab")
     found = set()
-    for name in _names(ast.parse(file.read_text())):
+    for name in imported_names(file):
         parts = name.split(".")
         for root in roots:
             for end in range(1, len(parts) + 1):  # a module comes with the packages that it is in
@@ -39,8 +39,9 @@ def imported(file: Path, folder: Path) -> frozenset[Path]:
     return frozenset(found)
 
 
-def _names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def imported_names(file: Path) -> Iterator[str]:
+    """What a Python file imports, ever: in functions and for type checkers, too. `from a import b` is `a.b`."""
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:

@@ -216,7 +216,7 @@ def hand_over(decode, prefill, request_id="r"):
     attempt = decode.submit(request_id)
     job = prefill.expect(Prefill)
     assert job == Prefill(attempt, TOKENS, [11, 12], 1, [10], decode.agent.member.incarnation)
-    assert prefill.protocol.prefill.may_write(attempt)  # which D is told
+    assert prefill.protocol.prefill.may_write(attempt)  # D gets a message of it
     decode.bell.wait(2)
     prefill.protocol.prefill.set_credits(4)
     prefill.protocol.prefill.sent(attempt, m.Timings(prefill_s=0.5, transfer_s=0.25, bytes=7))

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rooms of vllm_pd import each other as docs/design.md says, and log where vLLM's handlers see it."""
-import ast
 import functools
 import graphlib
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.searches import imported_names
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -15,21 +16,16 @@ FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("._
 ImportGraph = Mapping[str, Collection[str]]
 
 
-def imported(name: str, file: Path) -> Iterator[str]:
-    """The modules of ours that a module imports, ever: in functions and for type checkers, too."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in FILES)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name}: names of modules are written in full"
-            for alias in node.names:
-                yield from {f"{node.module}.{alias.name}", node.module} & FILES.keys() - {"vllm_pd"}
+def imported(file: Path) -> set[str]:
+    """The modules of ours that a module imports."""
+    names = set(imported_names(file))
+    return (names | {name.rpartition(".")[0] for name in names}) & FILES.keys() - {"vllm_pd"}
 
 
 @functools.cache
 def modules() -> dict[str, set[str]]:
     """What each module imports. A package's __init__ comes with its modules, and is not followed."""
-    return {name: {one for one in imported(name, file) if one != name and not name.startswith(f"{one}.")}
+    return {name: {one for one in imported(file) if one != name and not name.startswith(f"{one}.")}
             for name, file in FILES.items()}  # fmt: skip
 
 
@@ -62,6 +58,11 @@ def test_a_room_imports_only_rooms_above_its_own_in_the_table():
 
 def test_modules_import_each_other_in_no_circle():
     assert list(graphlib.TopologicalSorter(modules()).static_order())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_names_of_modules_are_written_in_full(name):
+    assert not re.search(r"^\s*from \.", FILES[name].read_text(), re.MULTILINE)
 
 
 def test_an_import_back_is_seen():

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from _wheel import project
+
 ROOT = Path(__file__).resolve().parents[2]
-V0_ONLY = ("v0",)
 IMPORT = """
 import importlib, sys, traceback
 failed = 0
@@ -20,10 +21,9 @@ sys.exit(failed)
 
 
 def modules() -> list[str]:
-    files = (file.relative_to(ROOT).with_suffix("") for file in (ROOT / "vllm_pd").rglob("*.py"))
-    names = (".".join(part for part in file.parts if part != "__init__") for file in files)
-    return sorted(name for name in names if name.split(".")[1:2] not in [[part] for part in V0_ONLY]
-                  and not name.startswith("vllm_pd.bench.dp"))
+    """Those in the plugin's wheel."""
+    files = [file.relative_to(ROOT) for file in project.package_files("plugin") if file.suffix == ".py"]
+    return [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
 def test_b91_all_modules_import_without_the_patched_vllm():

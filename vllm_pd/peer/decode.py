@@ -36,9 +36,7 @@ class DecodeSession(Session):
         """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
         blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
         caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
-        if self._core.shut_detail:
-            end = Fallback(attempt, FallbackReason.CONTROL, AttemptEnd.FAILED, self._core.shut_detail)
-            self._do([end, Released(attempt)])
+        if self._is_shut_for(attempt):
             return
         self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s,
                                      priority))
@@ -86,9 +84,7 @@ class DecodeSession(Session):
                    deadline_s: float) -> None:
         """Read what that prefill engine holds into `block_ids[cached_blocks:]`. As `submit`; `digest` is that of the
         prompt's tokens, which fill all of `block_ids`."""
-        if self._core.shut_detail:
-            end = Fallback(attempt, FallbackReason.CONTROL, AttemptEnd.FAILED, self._core.shut_detail)
-            self._do([end, Released(attempt)])
+        if self._is_shut_for(attempt):
             return
         self._do(self._decode.reads.claim(self._clock(), attempt, hold, digest, block_ids, cached_blocks, deadline_s))
 
@@ -136,6 +132,13 @@ class DecodeSession(Session):
                                               reported)
         return msgspec.structs.replace(found, ours=tuple(tuple(taken.get(one.incarnation, ())) for one in reported))
 
+    def _is_shut_for(self, attempt: m.Attempt) -> bool:
+        """Whether nothing is sent any more. Then the attempt has ended."""
+        detail = self._core.shut_detail
+        if detail:
+            self._do([Fallback(attempt, FallbackReason.CONTROL, AttemptEnd.FAILED, detail), Released(attempt)])
+        return bool(detail)
+
     def _reaches_holder(self, incarnation: str) -> bool:
-        """Whether that prefill engine may hold something for this one, and can be told of it."""
+        """Whether that prefill engine may hold something for this one, and takes messages of this one."""
         return not (self._core.shut_detail or self._decode.limits.own_fence) and self._decode.reads.knows(incarnation)

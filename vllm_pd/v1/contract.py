@@ -18,7 +18,7 @@ class StepShare(NamedTuple):
     of_each: int
 
 
-class SchedulerBinding(Protocol):
+class StepBinding(Protocol):
     """All in the engine's own thread. Documented at `vllm_pd.v1.binding.EngineHandover`."""
 
     @property

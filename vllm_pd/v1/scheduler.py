@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-    from vllm_pd.v1.contract import SchedulerBinding, StepShare
+    from vllm_pd.v1.contract import StepBinding, StepShare
 
 
 def PDScheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverScheduling:
@@ -41,7 +41,7 @@ def PDScheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverSchedul
 class HandoverScheduling(Scheduler):
     """The mixin. `binding` is None until the engine's loop begins; till then this is V1's scheduler."""
 
-    binding: SchedulerBinding | None = None
+    binding: StepBinding | None = None
 
     # What the binding calls.
 
