@@ -26,18 +26,21 @@ from _gpu_check.harness import ANSWERS, CheckSettings, GpuPart, adopting_orphans
 from _gpu_check.results import PartOutcome, PartResult, exit_status, write_json
 
 BUDGET_S = 600.0
-ABOUT = "machine"
+ABOUT, STOCK = "machine", "stock"
 PARTS = (
     GpuPart(ABOUT, "_gpu_check.machine:describe", "what this machine has", 90, 5),
     GpuPart("bits", "_gpu_check.bits:check", "every bit of every block, in all layouts, beside kernels", 120, 20),
     GpuPart("order", "_gpu_check.order:check", "transfers that are requested while a step computes their blocks", 90,
             20),
+    GpuPart("stock", "_gpu_check.engines:ask_stock", "what one stock engine answers, for the parts below", 200, 60),
     GpuPart("b1", "_gpu_check.engines:check_b1", "two engines at 0.4 of the GPU each: the tokens of a stock one", 260,
-            90),
+            60),
     GpuPart("runner-v2", "_gpu_check.engines:check_runner", "model runner V2, CUDA graphs, async scheduling", 150, 60),
     GpuPart("flashinfer", "_gpu_check.engines:check_flashinfer", "FlashInfer with heads first", 130, 60),
+    GpuPart("death", "_gpu_check.deaths:check_death", "the prefill engine is killed under load", 200, 60),
     GpuPart("serve", "_gpu_check.engines:check_serve", "vllm-pd bench serve, small", 200, 100),
 )
+ON_STOCK = {"b1", "runner-v2", "flashinfer", "death"}  # what they compare with is what part `stock` leaves
 
 
 class GpuReport:
@@ -78,6 +81,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=os.environ.get("VLLM_PD_MODEL", ""), metavar="DIR",
                         help="for the parts with engines; default: $VLLM_PD_MODEL")
     parser.add_argument("--prompts", type=int, default=50, metavar="N", help="of part b1; default 50")
+    parser.add_argument("--engine-arg", action="append", default=[], metavar="ARG",
+                        help="for every engine, as --engine-arg=--load-format --engine-arg=dummy; may be repeated")
+    parser.add_argument("--at-once", action="store_true", help="run the parts side by side, where a machine has cores "
+                        "and memory for seven engines of V1, but not the time for one after the other")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S",
                         help=f"for all parts together; default {BUDGET_S:g}. With more, each part may take longer")
     parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), metavar="DIR",
@@ -93,12 +100,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end the part that runs
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    (out / ANSWERS).unlink(missing_ok=True)
-    settings = CheckSettings(options.device, str(out), options.model, options.prompts)
+    for old in (ANSWERS, f"{STOCK}.json"):
+        (out / old).unlink(missing_ok=True)
+    settings = CheckSettings(options.device, str(out), options.model, options.prompts, tuple(options.engine_arg),
+                             options.at_once)
     report = GpuReport(settings, options.budget_s, out / "gpu_check.json")
     longer = max(1.0, options.budget_s / BUDGET_S)
-    wanted = [part._replace(deadline_s=longer * part.deadline_s) for part in PARTS
-              if part.name == ABOUT or part.name in (options.part or [part.name])]
+    names = {ABOUT, *(options.part or [part.name for part in PARTS])}
+    names |= {STOCK} if names & ON_STOCK else set()
+    wanted = [part._replace(deadline_s=longer * part.deadline_s) for part in PARTS if part.name in names]
     with adopting_orphans():
         run_parts(wanted, settings, options.budget_s, report.keep)
     status = exit_status(report.results, ABOUT)

@@ -21,17 +21,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _gpu_check.child import PartRun, require
 from _gpu_check.harness import ANSWERS
-from _gpu_check.results import PartFailed, PartSkipped, write_json
+from _gpu_check.results import PartFailed, PartOutcome, PartSkipped, read_result, write_json
 
 NEEDS = ("torch", "nixl", "msgspec", "zmq", "vllm")
+RUNNING = PartOutcome.RUNNING
+STOCK = "stock"  # the part whose answers are right
 MODEL_TOKENS = 2048
 MAX_LOCAL_TOKENS = 40
 PROMPT_TOKENS = (50, 900)
 GPU_SHARE = "0.40"
+SMALL_SHARE = "0.10"  # side by side with all other parts
 KV_BYTES = str(2 << 30)  # for parts whose engines start side by side
 STOP_RESERVE_S = 10.0
 MARGINS = {"cuda": 0.1, "cpu": 1e-3}
@@ -40,23 +43,48 @@ MOST_ROUNDS = 12
 VARIANT_PROMPTS = 20
 PAIR_S = 60.0  # how long the engines may take to find each other
 CUDA_NVCC = "/usr/local/cuda/bin/nvcc"
-RUNNER_LINES = ("Using V2 Model Runner", "Graph capturing finished")  # of each engine, V1
+MOST_AT_ONCE = "16"  # requests of an engine, so of few sizes a graph is captured
+V2_LINE = "Using V2 Model Runner"
+RUNNER_LINES = (V2_LINE, "Graph capturing finished")  # of each engine, V1
+METRICS = ("vllm:pd_attempts_total", "vllm:pd_handover_seconds", "vllm:pd_parked_seconds", "vllm:pd_transfer_bytes")
 
 
 @dataclass(frozen=True)
 class EngineVariant:
     """How a pair of engines runs. `environment` and `arguments` are for both. `needs`: what their fingerprints must
-    say, `lines`: what each of them must have printed."""
+    say, `lines`: what each of them must have printed, `never`: what none may have printed."""
     environment: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     needs: dict[str, str] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+
+
+class RunningPair(NamedTuple):
+    """Engines that are ready: URLs and process ids, decode engines first, the broker's address ("" without one), and
+    what they print, (name, line), as it comes."""
+    urls: list[str]
+    pids: tuple[int, ...]
+    broker: str
+    lines: list[tuple[str, str]]
+
+
+def ask_stock(run: PartRun) -> None:
+    """One engine as vLLM starts it, without a connector: what it answers is right for the parts behind this one."""
+    v1 = prepare(run)
+    stock_answers(run, run.settings.prompts, v1)
 
 
 def check_b1(run: PartRun) -> None:
-    """Two engines at GPU_SHARE of the memory each, `--prompts` prompts."""
-    prepare(run)
-    check_pair(run, EngineVariant(arguments=("--enforce-eager", *memory(run, GPU_SHARE))), run.settings.prompts)
+    """Two engines at GPU_SHARE of the memory each, `--prompts` prompts. V1 has model runner V1 here: the stock engine
+    has the one that vLLM chooses."""
+    check_pair(run, plain_pair(run, prepare(run)), run.settings.prompts)
+
+
+def plain_pair(run: PartRun, v1: bool) -> EngineVariant:
+    """Engines without graphs. They have the model runner V1 where the engine has two."""
+    arguments = ("--enforce-eager", *memory(run, GPU_SHARE, KV_BYTES if v1 else ""))
+    return EngineVariant({"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}, arguments, never=(V2_LINE, ))
 
 
 def check_runner(run: PartRun) -> None:
@@ -164,7 +192,7 @@ def engine_arguments(run: PartRun, v1: bool) -> tuple[str, ...]:
     blocks = () if gpu else ("--block-size", "32" if v1 else "16")
     quiet = () if v1 else ("--disable-log-requests", )
     return ("--dtype", "float16" if gpu else "float32", "--max-model-len", str(MODEL_TOKENS),
-            "--enable-prefix-caching", *blocks, *quiet)
+            "--max-num-seqs", MOST_AT_ONCE, "--enable-prefix-caching", *blocks, *quiet, *run.settings.engine_args)
 
 
 def memory(run: PartRun, share: str, kv_bytes: str = "") -> tuple[str, ...]:
@@ -172,33 +200,46 @@ def memory(run: PartRun, share: str, kv_bytes: str = "") -> tuple[str, ...]:
     not measure what is free."""
     if run.settings.device == "cpu":
         return ()
+    if kv_bytes and run.settings.at_once:
+        share = SMALL_SHARE
     return ("--gpu-memory-utilization", share, *(("--kv-cache-memory-bytes", kv_bytes) if kv_bytes else ()))
 
 
 def check_pair(run: PartRun, variant: EngineVariant, prompts: int) -> None:
-    """Ask a stock engine, then a decode and a prefill engine. Raises PartFailed for a different token, for a prompt
-    that was not prefilled remotely, and for blocks that are not given back."""
+    """Ask a decode and a prefill engine what the stock one was asked. Raises PartFailed for a different token, for a
+    prompt that was not prefilled remotely, and for blocks that are not given back."""
     from _connectors.questions import answer_all
     from _demo.rest import left_over
 
     from vllm_pd.bench.connection import served_model
-    from vllm_pd.bench.serve.arms import Arm, ArmKind
 
-    questions = stock_answers(run, prompts)
-    os.environ.update(variant.environment)
-    with started(run, Arm("pd", ArmKind.PD), variant.arguments) as (urls, broker, lines):
-        model = served_model(urls[0])
-        run.note(engines=await_peer(urls[0], model, broker, PAIR_S))
-        before, began_s = attempts_done(urls[0]), time.monotonic()
-        answers = asyncio.run(answer_all(urls[0], model, [prompt for prompt, _ in questions], margin=0.0))
+    if not run.settings.at_once:
+        known_answers(run, prompts)  # skipped before anything starts
+    with started_pair(run, variant) as pair:
+        url, model = pair.urls[0], served_model(pair.urls[0])
+        questions = known_answers(run, prompts)
+        run.note(engines=await_peer(url, model, pair.broker, PAIR_S))
+        before, began_s = attempts_done(url), time.monotonic()
+        answers = asyncio.run(answer_all(url, model, [prompt for prompt, _ in questions], margin=0.0))
         took_s = time.monotonic() - began_s
-        remote = await_count(lambda: attempts_done(urls[0]) - before, len(questions))
+        remote = await_count(lambda: attempts_done(url) - before, len(questions))
         wrong = [number for number, ((_, right), found) in enumerate(zip(questions, answers, strict=True))
                  if list(found.expected) != list(right)]
-        run.note(prompts=len(questions), wrong=wrong, remote=remote, took_s=round(took_s, 2))
-        leaks = left_over(dict(zip(("decode", "prefill"), urls, strict=True)), model)
+        run.note(prompts=len(questions), wrong=wrong, remote=remote, took_s=round(took_s, 2),
+                 metrics=metrics_of(url))
+        leaks = left_over(dict(zip(("decode", "prefill"), pair.urls, strict=True)), model)
     judge_pair(len(questions), wrong, remote, leaks)
-    judge_engines(run, variant, lines)
+    judge_engines(run, variant, pair.lines)
+
+
+@contextmanager
+def started_pair(run: PartRun, variant: EngineVariant) -> Iterator[RunningPair]:
+    """A decode and a prefill engine of that kind."""
+    from vllm_pd.bench.serve.arms import Arm, ArmKind
+
+    os.environ.update(variant.environment)
+    with started(run, Arm("pd", ArmKind.PD), variant.arguments) as pair:
+        yield pair
 
 
 def judge_pair(prompts: int, wrong: Sequence[int], remote: int, leaks: Sequence[str]) -> None:
@@ -220,45 +261,54 @@ def judge_engines(run: PartRun, variant: EngineVariant, lines: Sequence[tuple[st
     for wanted in variant.lines:
         said = {name for name, line in lines if wanted in line}
         faults += [f"{name} has not said {wanted!r}" for name in figures if not any(name in one for one in said)]
+    faults += [f"{name} has said {line!r}" for name, line in lines if any(one in line for one in variant.never)]
     if faults:
         raise PartFailed("; ".join(faults))
 
 
-def stock_answers(run: PartRun, count: int) -> list[tuple[list[int], list[int]]]:
-    """`count` prompts with a stock engine's tokens. They are kept for the parts that follow. Raises PartFailed where
-    too few prompts have an answer that no rounding changes."""
+def known_answers(run: PartRun, count: int) -> list[tuple[list[int], list[int]]]:
+    """`count` prompts with a stock engine's tokens, as part `stock` has left them. Side by side with it this waits.
+    Raises PartSkipped where there are none."""
+    out = Path(run.settings.out)
+    while not (out / ANSWERS).exists():
+        stock = read_result(out / f"{STOCK}.json")
+        if not run.settings.at_once or run.left_s < STOP_RESERVE_S or stock and stock.outcome is not RUNNING:
+            raise PartSkipped(f"there are no answers of a stock engine: see part {STOCK}")
+        time.sleep(0.2)
+    return [(prompt, tokens) for prompt, tokens in json.loads((out / ANSWERS).read_text())[:count]]
+
+
+def stock_answers(run: PartRun, count: int, v1: bool) -> None:
+    """Leave `count` prompts with a stock engine's tokens. Raises PartFailed where too few prompts have an answer that
+    no rounding changes."""
     from _connectors.questions import answer_all, draw_prompts_between
 
     from vllm_pd.bench.connection import served_model
     from vllm_pd.bench.serve.arms import Arm, ArmKind
 
-    kept = Path(run.settings.out) / ANSWERS
-    known = json.loads(kept.read_text()) if kept.exists() else []
-    if len(known) < count:
-        known, drawn = [], 0
-        with started(run, Arm("single", ArmKind.SINGLE), ("--enforce-eager", *memory(run, GPU_SHARE))) as (urls, _, _):
-            model = served_model(urls[0])
-            for number in range(MOST_ROUNDS):
-                more = math.ceil((count - len(known)) * DRAWN_FOR_EACH[run.settings.device])
-                prompts = draw_prompts_between(f"gpu check {number}", more, *PROMPT_TOKENS)
-                found = asyncio.run(answer_all(urls[0], model, prompts, MARGINS[run.settings.device]))
-                known += [[one.prompt, list(one.expected)] for one in found if one is not None]
-                drawn += more
-                if len(known) >= count:
-                    break
-        write_json(kept, known)
-        run.note(prompts_drawn=drawn, prompts_with_safe_answers=len(known))
-    if len(known) < count:
-        raise PartFailed(f"only {len(known)} prompts have an answer that no rounding changes, {count} are needed: use "
-                         "a larger model, or write a smaller --prompts")
-    return [(prompt, tokens) for prompt, tokens in known[:count]]
+    known: list[list[list[int]]] = []
+    arguments = ("--enforce-eager", *memory(run, GPU_SHARE, KV_BYTES if v1 else ""))
+    with started(run, Arm("single", ArmKind.SINGLE), arguments) as stock:
+        url, model, drawn = stock.urls[0], served_model(stock.urls[0]), 0
+        for number in range(MOST_ROUNDS):
+            more = math.ceil((count - len(known)) * DRAWN_FOR_EACH[run.settings.device])
+            prompts = draw_prompts_between(f"gpu check {number}", more, *PROMPT_TOKENS)
+            found = asyncio.run(answer_all(url, model, prompts, MARGINS[run.settings.device]))
+            known += [[one.prompt, list(one.expected)] for one in found if one is not None]
+            drawn += more
+            if len(known) >= count:
+                break
+        run.note(prompts_drawn=drawn, prompts_with_safe_answers=len(known),
+                 runner_v2=any(V2_LINE in line for _, line in stock.lines))
+        if len(known) < count:
+            raise PartFailed(f"only {len(known)} prompts have an answer that no rounding changes, {count} are needed: "
+                             "use a larger model, or write a smaller --prompts")
+        write_json(Path(run.settings.out) / ANSWERS, known[:count])
 
 
 @contextmanager
-def started(run: PartRun, arm: Any, arguments: Sequence[str]
-            ) -> Iterator[tuple[list[str], str, list[tuple[str, str]]]]:
-    """Inside the `with` block the arm's engines are ready. Gives their URLs, decode engines first, the broker's address
-    ("" without one), and what they print, (name, line), as it comes. Raises PDError where one does not start."""
+def started(run: PartRun, arm: Any, arguments: Sequence[str]) -> Iterator[RunningPair]:
+    """Inside the `with` block the arm's engines are ready. Raises PDError where one does not start."""
     from vllm_pd.bench.serve.arms import FleetSettings, plan_arm
     from vllm_pd.bench.serve.fleets import running
     from vllm_pd.model.installation import World, find_installation
@@ -276,8 +326,9 @@ def started(run: PartRun, arm: Any, arguments: Sequence[str]
         lines.append((name, line))
         print(f"[{name}] {line}", flush=True)
 
-    with running(plan, say, max(1.0, run.left_s - STOP_RESERVE_S)):
-        yield [engine.url for engine in plan.engines], plan.fleet.broker_url if plan.fleet else "", lines
+    with running(plan, say, max(1.0, run.left_s - STOP_RESERVE_S)) as fleet:
+        yield RunningPair([engine.url for engine in plan.engines], fleet.pids,
+                          plan.fleet.broker_url if plan.fleet else "", lines)
 
 
 def await_peer(url: str, model: str, broker: str, timeout_s: float) -> dict[str, dict[str, str]]:
@@ -312,4 +363,16 @@ def await_count(count: Any, wanted: int, timeout_s: float = 10.0) -> int:
     deadline_s = time.monotonic() + timeout_s
     while (found := count()) < wanted and time.monotonic() < deadline_s:
         time.sleep(0.2)
+    return found
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """What the engine at `url` says of its hand-overs: the samples of METRICS without buckets."""
+    from vllm_pd.ops.scrape import scrape
+
+    found = {}
+    for (name, labels), value in scrape(url).samples.items():
+        shown = ",".join(f"{key}={text}" for key, text in sorted(labels) if key not in ("model_name", "engine"))
+        if name.startswith(METRICS) and not name.endswith(("_bucket", "_created")):
+            found[f"{name}{{{shown}}}"] = round(value, 6)
     return found

@@ -4,7 +4,8 @@
 Life of a part: `grant_s` decides how long it may take, or that too little of the budget is left. Its process runs
 `_gpu_check.child`. At its deadline it gets SIGTERM, on which it ends what it has started, and STOP_S later SIGKILL.
 Whatever it has left running is killed after it, so that the next part finds the device free: `adopting_orphans` makes
-this process the "child subreaper" of them all, so they stay its descendants when their parent dies.
+this process the "child subreaper" of them all, so they stay its descendants when their parent dies. `MARK` says whose
+they are, where parts run side by side.
 """
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -28,8 +30,9 @@ from _gpu_check.results import PartOutcome, PartResult, read_result
 STOP_S = 12.0  # from SIGTERM to SIGKILL: engines must end and free the device
 LAST_CHARS = 1500
 ANSWERS = "stock_answers.json"  # in the folder of results: what a stock engine answered in this run
+MARK = "VLLM_PD_GPU_CHECK_PART"  # a variable of all processes that a part starts: its name
 PR_SET_CHILD_SUBREAPER = 36
-SCRIPTS = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(__file__).resolve().parents[1:3]  # scripts/lab, scripts
 
 
 class GpuPart(NamedTuple):
@@ -45,11 +48,13 @@ class GpuPart(NamedTuple):
 @dataclass(frozen=True)
 class CheckSettings:
     """What every part gets. `device` is "cuda" or "cpu"; `out` is the folder for logs and results; `model` is "" where
-    there is none."""
+    there is none. `engine_args` goes to every engine. `at_once`: the parts run side by side."""
     device: str
     out: str
     model: str = ""
     prompts: int = 50
+    engine_args: tuple[str, ...] = ()
+    at_once: bool = False
 
 
 def grant_s(part: GpuPart, left_s: float) -> float | None:
@@ -75,9 +80,8 @@ def run_part(part: GpuPart, settings: CheckSettings, deadline_s: float, stop_s: 
     out = Path(settings.out)
     found, log = out / f"{part.name}.json", out / f"{part.name}.log"
     found.unlink(missing_ok=True)
-    before = _descendants()
     began_s = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", MARK: part.name}
     with log.open("w") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "_gpu_check.child", part.target, str(found), json.dumps(asdict(settings)),
@@ -88,25 +92,37 @@ def run_part(part: GpuPart, settings: CheckSettings, deadline_s: float, stop_s: 
                 process.terminate()
                 _ends(process, stop_s)
         finally:
-            _kill(_descendants() - before)
+            _kill(_processes_of(part.name))
     return _judge(process.wait(), ended, read_result(found), log, deadline_s, time.monotonic() - began_s)
 
 
-def run_parts(parts: Iterable[GpuPart], settings: CheckSettings, budget_s: float,
+def run_parts(parts: Sequence[GpuPart], settings: CheckSettings, budget_s: float,
               keep: Callable[[str, PartResult], str]) -> None:
-    """Run the parts in order. `keep` gets each result at once; it returns why nothing else can run here, or ""."""
+    """Run the parts in order. `keep` gets each result at once; it returns why nothing else can run here, or "".
+    With `at_once` the parts behind the first run side by side, and `keep` gets their results as they come."""
     ends_s, reason = time.monotonic() + budget_s, ""
-    for part in parts:
+
+    def run_within_budget(part: GpuPart) -> PartResult:
         left_s = ends_s - time.monotonic()
         granted_s = grant_s(part, left_s)
         if reason:
-            result = PartResult(PartOutcome.SKIPPED, reason)
-        elif granted_s is None:
-            result = PartResult(PartOutcome.SKIPPED, f"{max(0.0, left_s):.0f} s are left of the {budget_s:g} s, and it "
-                                f"takes at least {part.least_s + STOP_S:.0f} s")
-        else:
-            result = run_part(part, settings, granted_s)
-        reason = keep(part.name, result) or reason
+            return PartResult(PartOutcome.SKIPPED, reason)
+        if granted_s is None:
+            return PartResult(PartOutcome.SKIPPED, f"{max(0.0, left_s):.0f} s are left of the {budget_s:g} s, and it "
+                              f"takes at least {part.least_s + STOP_S:.0f} s")
+        return run_part(part, settings, granted_s)
+
+    groups = [parts[:1], parts[1:]] if settings.at_once else [[part] for part in parts]
+    for group in filter(None, groups):
+        with ThreadPoolExecutor(len(group)) as pool:
+            running = {pool.submit(run_within_budget, part): part for part in group}
+            try:
+                for ended in as_completed(running):
+                    reason = keep(running[ended].name, ended.result()) or reason
+            except BaseException:  # a signal: the pool waits for its threads, and they for the parts
+                for part in group:
+                    _kill(_processes_of(part.name))
+                raise
 
 
 def _judge(status: int, ended: bool, found: PartResult | None, log: Path, deadline_s: float,
@@ -137,9 +153,14 @@ def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-LAST_CHARS:].strip() or "(none)"
 
 
-def _descendants() -> set[psutil.Process]:
-    """All processes below this one."""
-    return set(psutil.Process().children(recursive=True))
+def _processes_of(part: str) -> set[psutil.Process]:
+    """The processes below this one that the part has started, by the variable that all of them have got."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if process.environ().get(MARK) == part:
+                found.add(process)
+    return found
 
 
 def _kill(processes: set[psutil.Process]) -> None:
@@ -152,4 +173,4 @@ def _kill(processes: set[psutil.Process]) -> None:
 
 def _path() -> str:
     """PYTHONPATH for a part: what it has, and the scripts."""
-    return os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH", "")]))
+    return os.pathsep.join(filter(None, [*map(str, SCRIPTS), os.environ.get("PYTHONPATH", "")]))

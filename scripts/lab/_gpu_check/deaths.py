@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Part `death`: the prefill engine is killed while it computes and writes for a decode engine.
+
+Each question that the decode engine was asked must get its right answer, because what the dead engine does not deliver
+the decode engine computes itself, and no block may stay set aside for writes that can't come any more.
+"""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import psutil
+
+from _gpu_check.child import PartRun
+from _gpu_check.engines import (
+    PAIR_S,
+    attempts_done,
+    await_peer,
+    known_answers,
+    metrics_of,
+    plain_pair,
+    prepare,
+    started_pair,
+)
+from _gpu_check.results import PartFailed
+
+KILL_AFTER = 0.25  # of the questions
+POLL_S = 0.01
+
+
+def check_death(run: PartRun) -> None:
+    """`--prompts` prompts; the engine is killed after the first quarter. Raises PartFailed for a wrong answer, for
+    blocks that are not given back, and where nothing was under way at the death."""
+    from _connectors.questions import answer_all
+    from _demo.rest import left_over
+
+    from vllm_pd.bench.connection import served_model
+
+    v1 = prepare(run)
+    if not run.settings.at_once:
+        known_answers(run, run.settings.prompts)
+    with started_pair(run, plain_pair(run, v1)) as pair:
+        url, model = pair.urls[0], served_model(pair.urls[0])
+        questions = known_answers(run, run.settings.prompts)
+        await_peer(url, model, pair.broker, PAIR_S)
+        before = attempts_done(url)
+
+        async def ask() -> list:
+            asked = asyncio.create_task(answer_all(url, model, [prompt for prompt, _ in questions], margin=0.0))
+            while not asked.done() and attempts_done(url) - before < KILL_AFTER * len(questions):
+                await asyncio.sleep(POLL_S)
+            run.note(open_at_the_death=not asked.done(), done_before_it=attempts_done(url) - before)
+            began_s = time.monotonic()
+            kill_with_children(pair.pids[1])
+            found = await asked
+            run.note(seconds_until_the_last_answer=round(time.monotonic() - began_s, 2))
+            return found
+
+        answers = asyncio.run(ask())
+        wrong = [number for number, ((_, right), found) in enumerate(zip(questions, answers, strict=True))
+                 if list(found.expected) != list(right)]
+        run.note(prompts=len(questions), wrong=wrong, metrics=metrics_of(url))
+        leaks = left_over({"decode": url}, model)
+    judge_death(len(questions), wrong, leaks, run.figures["open_at_the_death"])
+
+
+def judge_death(prompts: int, wrong: list[int], leaks: list[str], open_at_the_death: bool) -> None:
+    """Raises PartFailed unless all is as it must be."""
+    faults = list(leaks)
+    if wrong:
+        faults.append(f"{len(wrong)} of {prompts} answers differ from the stock engine's: prompts {wrong[:10]}")
+    if not open_at_the_death:
+        faults.append(f"all {prompts} answers had come before the engine was killed: write a larger --prompts")
+    if faults:
+        raise PartFailed("; ".join(faults))
+
+
+def kill_with_children(pid: int) -> None:
+    """SIGKILL to a process and all below it, at once, so that none can react to another's end."""
+    top = psutil.Process(pid)
+    for process in (top, *top.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
