@@ -3,6 +3,7 @@
 """Checks on one GPU what the tests can't: blocks in its memory, kernels that run beside transfers, graphs.
 
     python scripts/lab/gpu_check.py --model DIR --out build/gpu         all that this machine can run, in ten minutes
+    python scripts/lab/gpu_check.py --model DIR --at-once               side by side, where it has more cores than time
     python scripts/lab/gpu_check.py --part bits --part order            only these
     python scripts/lab/gpu_check.py --device cpu                        the same parts without a GPU, where they can
 
@@ -36,11 +37,13 @@ PARTS = (
     GpuPart("b1", "_gpu_check.engines:check_b1", "two engines at 0.4 of the GPU each: the tokens of a stock one", 260,
             60),
     GpuPart("runner-v2", "_gpu_check.engines:check_runner", "model runner V2, CUDA graphs, async scheduling", 150, 60),
+    GpuPart("blocks-first", "_gpu_check.engines:check_blocks_first", "the same with one descriptor for a block", 200,
+            60),
     GpuPart("flashinfer", "_gpu_check.engines:check_flashinfer", "FlashInfer with heads first", 130, 60),
     GpuPart("death", "_gpu_check.deaths:check_death", "the prefill engine is killed under load", 200, 60),
     GpuPart("serve", "_gpu_check.engines:check_serve", "vllm-pd bench serve, small", 200, 100),
 )
-ON_STOCK = {"b1", "runner-v2", "flashinfer", "death"}  # what they compare with is what part `stock` leaves
+ON_STOCK = {"b1", "runner-v2", "blocks-first", "flashinfer", "death"}  # they compare with what part `stock` leaves
 
 
 class GpuReport:
@@ -84,7 +87,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--engine-arg", action="append", default=[], metavar="ARG",
                         help="for every engine, as --engine-arg=--load-format --engine-arg=dummy; may be repeated")
     parser.add_argument("--at-once", action="store_true", help="run the parts side by side, where a machine has cores "
-                        "and memory for seven engines of V1, but not the time for one after the other")
+                        "and memory for nine engines of V1, but not the time for one after the other")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S",
                         help=f"for all parts together; default {BUDGET_S:g}. With more, each part may take longer")
     parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), metavar="DIR",

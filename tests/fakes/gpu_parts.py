@@ -67,6 +67,14 @@ def leaves_a_process(run: PartRun) -> None:
     run.note(pid=sleeper.pid)
 
 
+def takes_three_seconds(run: PartRun) -> None:
+    sleeper = subprocess.Popen(["sleep", "3"])
+    time.sleep(2.5)
+    run.note(alive=sleeper.poll() is None)
+    sleeper.kill()
+    sleeper.wait()
+
+
 def hangs(run: PartRun) -> None:
     leaves_a_process(run)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

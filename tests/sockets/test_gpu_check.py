@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import gpu_check
@@ -88,6 +89,42 @@ def test_one_part_does_not_end_the_others_and_the_budget_does(settings):
     run_parts(parts, settings, 100.0, keep)
     assert [result.outcome for result in found.values()] == ["failed", "passed", "skipped"]
     assert found["b"].figures["left_s"] <= 60 and "of the 100 s" in found["c"].reason
+
+
+def test_side_by_side_a_part_ends_only_what_it_has_started(settings):
+    """The first describes the machine, alone. Then one leaves a process behind, one hangs, and one needs longest."""
+    found: dict[str, PartResult] = {}
+
+    def keep(name: str, result: PartResult) -> str:
+        found[name] = result
+        return ""
+
+    parts = [part("passes", "machine"), part("leaves_a_process", "leaves"), part("hangs", "hangs", deadline_s=6.0),
+             part("takes_three_seconds", "long")]
+    began_s = time.monotonic()
+    run_parts(parts, replace(settings, at_once=True), 100.0, keep)
+    assert list(found)[0] == "machine" and time.monotonic() - began_s < 60
+    assert {name: str(result.outcome) for name, result in found.items()} == {
+        "machine": "passed", "leaves": "passed", "hangs": "timed out", "long": "passed"}
+    assert found["long"].figures == {"alive": True}
+    assert not any(psutil.pid_exists(found[name].figures["pid"]) for name in ("leaves", "hangs"))
+
+
+def test_side_by_side_nothing_runs_where_the_first_says_why(settings):
+    found: dict[str, PartResult] = {}
+
+    def keep(name: str, result: PartResult) -> str:
+        found[name] = result
+        return "no GPU"
+
+    run_parts([part("passes", "machine"), part("passes", "a"), part("passes", "b")], replace(settings, at_once=True),
+              100.0, keep)
+    assert [found[name].reason for name in ("a", "b")] == ["no GPU", "no GPU"]
+
+
+def test_what_compares_brings_the_stock_engine_along(tmp_path, monkeypatch, capsys):
+    _, found, _ = report(tmp_path, monkeypatch, capsys, "--part", "b1", bits="passes", stock="passes", b1="passes")
+    assert list(found["parts"]) == [gpu_check.ABOUT, "stock", "b1"]
 
 
 def report(tmp_path, monkeypatch, capsys, *arguments: str, about: str = "has_gpu", **targets: str):

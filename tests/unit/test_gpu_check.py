@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from _gpu_check import engines
 from _gpu_check.child import PartRun
+from _gpu_check.deaths import judge_death
 from _gpu_check.engines import EngineVariant, judge_engines, judge_pair, judge_serve, memory
 from _gpu_check.harness import STOP_S, CheckSettings, GpuPart, grant_s
 from _gpu_check.results import PartFailed, PartOutcome, PartResult, PartSkipped, exit_status, read_result, write_json
@@ -92,6 +93,8 @@ def run(tmp_path) -> PartRun:
     (EngineVariant(needs={"engine": "FLASH_ATTN"}), "prefill: engine is 'vllm 0.32 FLASHINFER'"),
     (EngineVariant(lines=("Using V2", )), ""),
     (EngineVariant(lines=("Graph capturing", )), "^prefill has not said 'Graph capturing'$"),
+    (EngineVariant(never=("V1 Model", )), ""),
+    (EngineVariant(never=("V2 Model", )), "decode 0 has said 'INFO Using V2 Model Runner'"),
 ])
 def test_engines_of_another_kind_than_asked_for_are_found(run, variant, said):
     about = {"layout": "kv-heads-first", "engine": "vllm 0.32 FLASHINFER"}
@@ -131,7 +134,8 @@ def test_parts_with_engines_say_what_is_missing(run, monkeypatch):
     with pytest.raises(PartSkipped, match="it is for a GPU: FlashInfer"):
         engines.check_flashinfer(PartRun(CheckSettings("cpu", run.settings.out), run.file, 60.0))
     monkeypatch.setattr(engines, "NEEDS", ("no_such_module", ))
-    for check in (engines.check_b1, engines.check_runner, engines.check_flashinfer, engines.check_serve):
+    for check in (engines.ask_stock, engines.check_b1, engines.check_runner, engines.check_blocks_first,
+                  engines.check_flashinfer, engines.check_serve):
         with pytest.raises(PartSkipped, match="not installed here: no_such_module"):
             check(run)
 
@@ -197,7 +201,7 @@ def test_engines_get_the_gpu_that_the_check_was_given(run, monkeypatch):
     @contextlib.contextmanager
     def running(plan, say, timeout_s):
         plans.append(plan)
-        yield
+        yield SimpleNamespace(pids=())
 
     def serve(bench, *_):
         monkeypatch.setattr(choices, "engines_run_on_cpu", lambda: False)
@@ -216,3 +220,21 @@ def test_engines_get_the_gpu_that_the_check_was_given(run, monkeypatch):
 
 def test_on_the_cpu_no_memory_of_a_gpu_is_asked_for(run):
     assert memory(PartRun(CheckSettings("cpu", ""), run.file, 1.0), "0.40", "1000") == ()
+
+
+def test_side_by_side_engines_ask_for_a_small_share(run):
+    at_once = PartRun(CheckSettings("cuda", "", at_once=True), run.file, 1.0)
+    assert memory(at_once, "0.40", "1000") == ("--gpu-memory-utilization", "0.10", "--kv-cache-memory-bytes", "1000")
+    assert memory(at_once, "0.40") == ("--gpu-memory-utilization", "0.40")
+
+
+@pytest.mark.parametrize("wrong, leaks, open_, said", [
+    ([], [], True, ""), ([4], [], True, "1 of 9 answers"), ([], ["decode engine: 3 blocks"], True, "3 blocks"),
+    ([], [], False, "all 9 answers had come before"),
+])
+def test_a_death_is_judged(wrong, leaks, open_, said):
+    if not said:
+        judge_death(9, wrong, leaks, open_)
+        return
+    with pytest.raises(PartFailed, match=said):
+        judge_death(9, wrong, leaks, open_)

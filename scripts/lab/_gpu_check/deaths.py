@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 
 import psutil
@@ -15,7 +16,6 @@ import psutil
 from _gpu_check.child import PartRun
 from _gpu_check.engines import (
     PAIR_S,
-    attempts_done,
     await_peer,
     known_answers,
     metrics_of,
@@ -26,11 +26,11 @@ from _gpu_check.engines import (
 from _gpu_check.results import PartFailed
 
 KILL_AFTER = 0.25  # of the questions
-POLL_S = 0.01
+MOMENT_S = 0.05  # from the next questions to the death: they are with the prefill engine then
 
 
 def check_death(run: PartRun) -> None:
-    """`--prompts` prompts; the engine is killed after the first quarter. Raises PartFailed for a wrong answer, for
+    """`--prompts` prompts; the engine is killed after a quarter of them. Raises PartFailed for a wrong answer, for
     blocks that are not given back, and where nothing was under way at the death."""
     from _connectors.questions import answer_all
     from _demo.rest import left_over
@@ -44,16 +44,17 @@ def check_death(run: PartRun) -> None:
         url, model = pair.urls[0], served_model(pair.urls[0])
         questions = known_answers(run, run.settings.prompts)
         await_peer(url, model, pair.broker, PAIR_S)
-        before = attempts_done(url)
+        prompts = [prompt for prompt, _ in questions]
+        first = math.ceil(KILL_AFTER * len(prompts))
 
         async def ask() -> list:
-            asked = asyncio.create_task(answer_all(url, model, [prompt for prompt, _ in questions], margin=0.0))
-            while not asked.done() and attempts_done(url) - before < KILL_AFTER * len(questions):
-                await asyncio.sleep(POLL_S)
-            run.note(open_at_the_death=not asked.done(), done_before_it=attempts_done(url) - before)
+            found = await answer_all(url, model, prompts[:first], margin=0.0)
+            rest = asyncio.create_task(answer_all(url, model, prompts[first:], margin=0.0))
+            await asyncio.sleep(MOMENT_S)
+            run.note(open_at_the_death=not rest.done(), asked_before=first)
             began_s = time.monotonic()
             kill_with_children(pair.pids[1])
-            found = await asked
+            found += await rest
             run.note(seconds_until_the_last_answer=round(time.monotonic() - began_s, 2))
             return found
 

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,6 +96,18 @@ def check_runner(run: PartRun) -> None:
     check_pair(run, EngineVariant({"VLLM_USE_V2_MODEL_RUNNER": "1"},
                                   ("--async-scheduling", *memory(run, GPU_SHARE, KV_BYTES)), lines=RUNNER_LINES),
                VARIANT_PROMPTS)
+
+
+def check_blocks_first(run: PartRun) -> None:
+    """V1 with the layers of a block beside each other, so that a block is one descriptor and not one for each layer.
+    `metrics` has the seconds of its transfers: beside those of b1 they say what that is worth."""
+    _require_gpu(run, "a cache with blocks outermost")
+    v1 = prepare(run)
+    if not v1:
+        raise PartSkipped("the layout is one of engine V1, and the patched vLLM is installed here")
+    plain = plain_pair(run, v1)
+    check_pair(run, replace(plain, environment=plain.environment | {"VLLM_KV_CACHE_LAYOUT": "BLHNC"},
+                            lines=("Using BLHNC KV cache layout", )), run.settings.prompts)
 
 
 def check_flashinfer(run: PartRun) -> None:
