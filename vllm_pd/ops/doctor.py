@@ -13,10 +13,7 @@ import json
 import os
 import runpy
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib import metadata, resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +23,8 @@ from packaging.requirements import Requirement
 from vllm_pd.broker.members import Access, MemberList, list_members
 from vllm_pd.errors import ConfigError, OtherProtocol, PDError
 from vllm_pd.model.installation import PLUGIN, World, check_installation, find_installation
+from vllm_pd.ops.doctor_gpu import check_gpu
+from vllm_pd.ops.finding import Finding, run_native
 from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
@@ -37,7 +36,6 @@ ENTRY_POINT = "vllm_pd"  # of the plugin
 PLUGIN_CURE = ("pip install a supported vllm and vllm-pd again (docs/v1.md), or enter the environment: "
                "`VLLM_PD_ENGINE=v1 . scripts/env.sh`")
 INSTALL_CURE = "enter the environment (`. scripts/env.sh`), or pip install the wheel of scripts/build_wheel.py again"
-NATIVE_TIMEOUT_S = 600.0
 LISTENS_TIMEOUT_S = 2.0
 LOAD_STOCK = "import vllm.config; from vllm.platforms import current_platform as p; print('vllm on', p.device_type)"
 LOAD_EXTENSION = "import torch, vllm._C; print('torch', torch.__version__)"
@@ -49,25 +47,6 @@ print("nixl", version("nixl"), "with UCX")
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One check of the report. `cure` says what to do; it is empty where nothing is wrong."""
-    check: str
-    fact: str
-    cure: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.cure
-
-    @property
-    def lines(self) -> list[str]:
-        """As printed: the fact, and the cure if there is one."""
-        fact = f"{'ok ' if self.ok else 'BAD'}  {self.check:<9} {self.fact}"
-        return [fact] if self.ok else [fact, f"               -> {self.cure}"]
-
-
 def examine(broker: str | None, ports: Sequence[int], access: Access | None = None) -> list[Finding]:
     """All findings, in the order in which one would repair them. A broker and ports are checked only where given."""
     findings = [*check_world()]
@@ -77,6 +56,8 @@ def examine(broker: str | None, ports: Sequence[int], access: Access | None = No
     elif world is World.PLUGIN:
         findings += [*check_plugin(), *check_names(), *check_requirements(PLUGIN), *check_wheel(LOAD_STOCK)]
     findings += check_nixl()
+    if torch_cuda() is not None:
+        findings += check_gpu(world is World.PLUGIN)
     findings += [finding for port in ports for finding in check_port(port)]
     if broker is not None:
         findings += check_peers(broker, access)
@@ -288,17 +269,6 @@ def changed_files(distribution: metadata.Distribution, names: Sequence[str]) -> 
     rows = csv.reader((distribution.read_text("RECORD") or "").splitlines())
     recorded = {row[0]: row[1] for row in rows if len(row) > 1}
     return [name for name in names if recorded.get(name) != _record_digest(Path(distribution.locate_file(name)))]
-
-
-def run_native(check: str, program: str, cure: str) -> Finding:
-    """Run a Python program in a process of its own. The finding holds the last line of its output or of its error."""
-    try:
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                              timeout=NATIVE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return Finding(check, f"no answer within {NATIVE_TIMEOUT_S:g} s", cure)
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or [f"exit {done.returncode}"]
-    return Finding(check, lines[-1], "" if done.returncode == 0 else cure)
 
 
 def _record_digest(path: Path) -> str | None:
