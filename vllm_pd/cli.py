@@ -17,6 +17,7 @@ from vllm_pd.bench.commands import bench_app
 from vllm_pd.broker.members import TTL_S, Access
 from vllm_pd.errors import PDError
 from vllm_pd.ops.launch.plan import UpOptions
+from vllm_pd.ops.sizing import SizingOptions
 from vllm_pd.ops.split import SplitOptions
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
@@ -110,13 +111,15 @@ def doctor(access: Access,
 
 @app.command()
 @takes_settings
-def plan(options: SplitOptions,
+def plan(options: SplitOptions, load: SizingOptions,
          as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of the table.")] = False) -> None:
-    """Print which rank of a prefill engine sends which layers and KV heads to which rank of a decode engine."""
+    """Print which rank of a prefill engine sends which layers and KV heads to which rank of a decode engine; with
+    --model, how many engines and how fast a link a load needs."""
     import json
 
+    from vllm_pd.ops.sizing import size
     from vllm_pd.ops.split import report
-    found = report(options)
+    found = size(load) if load.model else report(options)
     typer.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
 
 

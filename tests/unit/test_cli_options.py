@@ -2,7 +2,7 @@
 """The options of `vllm-pd` are public: each name and default is as cli_options.txt has it.
 
 What is meant to change there changes in that file too, and in CHANGELOG.md:
-`python -m tests.unit.test_cli_options > tests/unit/cli_options.txt`."""
+`python tests/unit/test_cli_options.py > tests/unit/cli_options.txt`."""
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -16,7 +16,7 @@ from vllm_pd.bench.prefill_first import REMOTE_DECODE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LENGTHS = (33, 64, 65, 200, 511, 513, 1000, 1900)
-SETTINGS = {"attempt_deadline_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.5, "ttl_s": 3.0, "hold_s": 4.0,
+SETTINGS = {"attempt_deadline_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.5, "ttl_s": 3.0, "hold_s": 8.0,
             "max_local_prefill_tokens": 4000}
 TOKENS = 8
 
