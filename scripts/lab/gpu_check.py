@@ -33,6 +33,7 @@ PARTS = (
     GpuPart("bits", "_gpu_check.bits:check", "every bit of every block, in all layouts, beside kernels", 120, 20),
     GpuPart("order", "_gpu_check.order:check", "transfers that are requested while a step computes their blocks", 90,
             20),
+    GpuPart("rates", "_gpu_check.rates:check", "what a write costs in each layout of V1", 90, 20),
     GpuPart("stock", "_gpu_check.engines:ask_stock", "what one stock engine answers, for the parts below", 200, 60),
     GpuPart("b1", "_gpu_check.engines:check_b1", "two engines at 0.4 of the GPU each: the tokens of a stock one", 260,
             60),

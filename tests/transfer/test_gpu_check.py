@@ -2,7 +2,7 @@
 """The transport parts of scripts/lab/gpu_check.py on the CPU pass, and what they are there to find they find (B3)."""
 import pytest
 import torch
-from _gpu_check import bits, order
+from _gpu_check import bits, order, rates
 from _gpu_check.caches import LAYOUTS, ORDER_LAYOUT, SHAPES, PatternCache
 from _gpu_check.child import PartRun
 from _gpu_check.ends import TransferEnd, two_ends
@@ -41,6 +41,19 @@ def test_b3_a_transfer_that_waits_is_right_and_one_that_does_not_is_found(device
         assert figures["wrong_after_waiting"] == 0
         assert device == "cuda" or figures["wrong_without"] >= 1  # a busy machine may make a transfer late by itself
     assert device == "cuda" or run.figures["not_shown"] == ""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_b3_a_block_is_one_piece_where_its_layers_are_neighbours(device, tmp_path, monkeypatch):
+    """The bits of the first write of each order are compared. How fast they are is not asserted."""
+    monkeypatch.setattr(rates, "ROUNDS", 2)
+    run = run_on(device, tmp_path)
+    rates.check(run)
+    pieces = {layout: figures["pieces_of_a_block"] for layout, figures in run.figures["layouts"].items()}
+    layers, heads = rates.SHAPES[device].layers, rates.SHAPES[device].heads
+    assert pieces == {"V1 LBHNC": layers, "V1 LBNHC": layers, "V1 BLHNC": 1, "V1 BLNHC": 1, "V1 BHLNC": 1,
+                      "V1 LHBNC": layers * heads}
+    assert all(figures["scattered_gb_per_s"] > 0 for figures in run.figures["layouts"].values())
 
 
 def test_a_wrong_transfer_after_the_wait_fails_the_part():

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from _gpu_check.caches import LAYOUTS, SHAPES, PatternCache
+from _gpu_check.caches import LAYOUTS, SHAPES, PatternCache, PatternShape
 from _gpu_check.results import PartFailed
 from _gpu_check.streams import BusyKernels, CudaSteps, HostSteps, StepQueue
 from vllm_pd.transfer.nixl.transport import NixlTransport
@@ -25,7 +25,7 @@ from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.worker import TransferWorker
 
 WAIT_S = 30.0
-POLL_S = 0.0005
+POLL_S = 0.0001
 
 
 class TransferEnd:
@@ -42,11 +42,12 @@ class TransferEnd:
         self._kernels: BusyKernels | None = None
         self._launched = 0
 
-    def open(self, layout: str, seed: int) -> tuple[str, bytes]:
-        """A new cache and transport. Returns the transport's name and metadata."""
+    def open(self, layout: str, seed: int, shape: PatternShape | None = None) -> tuple[str, bytes]:
+        """A new cache, of this device's SHAPES by default, and a transport. Returns the transport's name and
+        metadata."""
         self.close_transport()
         chosen = next(one for one in LAYOUTS if one.name == layout)
-        self.cache = PatternCache(chosen, SHAPES[self.device], seed, self.device)
+        self.cache = PatternCache(chosen, shape or SHAPES[self.device], seed, self.device)
         self.steps.device.synchronize()  # the transfers know nothing of the kernels that made the pattern
         self.name = f"{'d' if self._receives else 'p'}-{uuid.uuid4().hex}"
         transport = NixlTransport(self.name, self.cache.views, self.cache.description, self._receives)
