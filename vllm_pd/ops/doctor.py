@@ -25,6 +25,7 @@ from vllm_pd.errors import ConfigError, OtherProtocol, PDError
 from vllm_pd.model.installation import PLUGIN, World, check_installation, find_installation
 from vllm_pd.ops.doctor_gpu import check_gpu
 from vllm_pd.ops.finding import Finding, run_native
+from vllm_pd.ops.launch.plan import engines_run_on_cpu
 from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
@@ -56,7 +57,7 @@ def examine(broker: str | None, ports: Sequence[int], access: Access | None = No
     elif world is World.PLUGIN:
         findings += [*check_plugin(), *check_names(), *check_requirements(PLUGIN), *check_wheel(LOAD_STOCK)]
     findings += check_nixl()
-    if torch_cuda() is not None:
+    if torch_cuda() is not None and not engines_run_on_cpu():
         findings += check_gpu(world is World.PLUGIN)
     findings += [finding for port in ports for finding in check_port(port)]
     if broker is not None:
