@@ -32,6 +32,7 @@ START_S, END_S = 1200.0, 600.0
 request = functools.partial(asking.request, timeout_s=END_S)
 wait_for = functools.partial(waiting.wait_for, timeout_s=END_S)
 BLOCK = 32
+DRAINED = 400  # tokens of an answer that is open when its server is told to end: seconds, and minutes on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -259,12 +260,12 @@ def test_b43_sigterm_drains_a_server(fleet):
     """B43: what is open ends well, what comes is refused, the router leaves it, and the server ends by itself."""
     engine = fleet.plan.engines[1]
     child = fleet._engines[engine]
-    stream = OpenStream(engine.url, prompt(30, 200), 1500)
+    stream = OpenStream(engine.url, prompt(30, 200), DRAINED)
     child.stop()
     wait_for(lambda: complete(engine.url, prompt(31, 5))[0] == 503, "new requests are refused")
     assert status_of(engine.url)["draining"]
     lines = stream.end()
-    assert lines[-1] == b"data: [DONE]" and len(lines) == 1502 or b"length" in lines[-2]
+    assert lines[-1] == b"data: [DONE]" and len(lines) == DRAINED + 2 or b"length" in lines[-2]
     assert child.wait(time.monotonic() + END_S)
     wait_for(lambda: len(workers(fleet)) == 1, "the router has let it go")
     assert child._process.returncode == 0
@@ -295,7 +296,7 @@ def test_b43_b70_the_ranks_of_one_server(fleet):
         assert scrape(url).by("vllm:pd_role", "engine", "role") == {
             (rank, role): float(role == "kv_consumer") for rank in ("0", "1")
             for role in ("kv_both", "kv_producer", "kv_consumer")}
-        stream = OpenStream(url, prompt(50, 200), 1000)
+        stream = OpenStream(url, prompt(50, 200), DRAINED)
         server.stop()
         wait_for(lambda: listens_no_more(url), "new requests are refused")
         assert b"length" in stream.end()[-2], "the open one ends as it should"
