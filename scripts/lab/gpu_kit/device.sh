@@ -1,123 +1,201 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What runs on a bare GPU machine, in the root of a checkout of vllm-pd, with the kit in the folder KIT
-# (and KIT2).
+# What runs on a bare GPU machine, in the root of a checkout of vllm-pd, with the kit in the folder KIT:
 #
-#     bash KIT/device.sh CHAPTER...
+#     bash KIT/device.sh [CHAPTER...]         default: first together speed
 #
-#     first     what is there, do the carried kernels work, transfers (about 90 s)
-#     smoke     one stock engine answers; finds the arguments with which engines start here (40 s, or 100)
-#     checks    gpu_check with all its parts (LIMIT, default 330 s)
-#     speed     a model of real shape with dummy weights: pauses with and without disaggregation (LIMIT, default 300 s)
+#     first     do the carried kernels and NIXL work, the transfer rate, gpu_check's bits and order: 174 s on an H200
+#     warm      the small model's weights, and vLLM's note of its class; the chapters below do it first, once
+#     together  gpu_check with engines, side by side: stock, b1, runner-v2, death: 106 s
+#     speed     pauses with and without disaggregation, a model of real shape with dummy weights
 #     nixl      the same beside upstream's NixlConnector
+#     checks    gpu_check with engines, one after the other, for a machine with time; PARTS="b1 serve" are only these
+#     smoke     when `together` fails: finds arguments with which a stock engine starts; later chapters use them
 #
-# Each chapter ends by itself within its LIMIT, and leaves its figures in OUT (default: build/gpu). A later chapter goes on
-# where an earlier one, in an earlier call, has ended: DEST (default: /tmp/kit) keeps what was unpacked.
+# Variables: LIMIT, seconds for each chapter; OUT (build/gpu), the results, renewed every 15 s; DEST (/tmp/kit), what
+# was unpacked and made, for later calls; PYTHON (python3). For speed and nixl: SHAPE (8b), SECONDS_EACH (15), EAGER=1.
+# The exit status: 0, or 1 where a chapter failed, or 2 where the kit does not fit this machine.
+# shellcheck disable=SC2329  # chapters are called by their names
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-DEST=${DEST:-/tmp/kit} OUT=${OUT:-build/gpu} GPU_LOGS=$PWD/build/gpu_logs
-mkdir -p "$OUT" "$GPU_LOGS" "$DEST"
-began=$SECONDS
-say() { printf '== %4d s  %s\n' $((SECONDS - began)) "$*"; }
-eval "$(python3 "$here/unpack.py" "$here" "$DEST")" || exit 1
-export VLLM_CACHE_ROOT=$DEST/cache TRITON_CACHE_DIR=$DEST/cache/triton TORCHINDUCTOR_CACHE_DIR=$DEST/cache/inductor
-export CUDA_HOME=${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")")}
+python=${PYTHON:-python3} DEST=$(realpath -m "${DEST:-/tmp/kit}") OUT=${OUT:-build/gpu} logs=build/gpu_logs
+[ -f scripts/lab/gpu_check.py ] || { echo "start it in the root of a checkout of vllm-pd" >&2; exit 1; }
+"$python" "$here/fits.py" "$here" "$DEST" || exit 2
+mkdir -p "$OUT" "$logs" "$DEST"
+say() { printf '== %4d s  %s\n' "$SECONDS" "$*"; }
+variables=$("$python" "$here/unpack.py" "$here" "$DEST") || exit 1
+eval "$variables"
 say "unpacked"
+export VLLM_CACHE_ROOT=$DEST/cache TRITON_CACHE_DIR=$DEST/cache/triton TORCHINDUCTOR_CACHE_DIR=$DEST/cache/inductor
+nvcc=$(readlink -f "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")
+export CUDA_HOME=${CUDA_HOME:-${nvcc%/bin/nvcc}} # whoever compiles kernels looks for nvcc there
+export GPU_KIT_RUN=$$ # all processes below have it: see `end_all`
+model=$DEST/models/small notes=$VLLM_CACHE_ROOT/modelinfos
+grace_s=${GRACE_S:-10} # from TERM to KILL
+ends_s=0 job=""        # of the chapter that runs: its end in SECONDS, and its process
+declare -A limits_s=([first]=310 [warm]=120 [together]=300 [speed]=300 [nixl]=300 [checks]=360 [smoke]=420)
 
-model() { # model SHAPE [--bare]: a folder with a model of that shape, made once
-    [ -f "$DEST/models/$1/config.json" ] || python3 "$here/make_model.py" "$DEST/models/$1" --tokenizer "$here/tokenizer" \
-        --shape "$@" || exit 1
-    echo "$DEST/models/$1"
+left_s() { echo $((ends_s - SECONDS - ${1:-0})); } # left_s [RESERVE]
+limited() { timeout -k "$grace_s" "$@"; } # limited SECONDS COMMAND...: TERM to its group at the limit, then KILL
+
+find_marked() { # into the array `pids`: the processes that chapters have started, whoever is their parent now
+    local file
+    pids=()
+    while read -r file; do
+        file=${file#/proc/}
+        pids+=("${file%/environ}")
+    done < <(env -u GPU_KIT_RUN grep -lszx "GPU_KIT_RUN=$$" /proc/[0-9]*/environ)
 }
-engine_arguments() { cat "$DEST/engine_args" 2>/dev/null; } # found by `smoke`
-keep() { tar -cJf "$OUT/logs.tar.xz" -C "$(dirname "$GPU_LOGS")" "$(basename "$GPU_LOGS")"; }
+end_all() { # ends the chapter and them. vLLM swallows a SIGTERM that comes while it starts, so KILL follows
+    local pids signal=TERM until=$((SECONDS + grace_s))
+    [ -z "$job" ] || { kill -9 "$job" && wait "$job"; } 2>/dev/null # first, so that it starts nothing else
+    while find_marked && [ ${#pids[@]} -gt 0 ]; do
+        [ "$SECONDS" -lt $((until + 10)) ] || return 1
+        [ "$SECONDS" -lt "$until" ] || signal=KILL
+        kill -s $signal "${pids[@]}" 2>/dev/null
+        sleep 1
+    done
+}
+
+keep() { # copies figures and logs to OUT; a cut leaves the former copies whole
+    local file
+    for file in "$logs"/*/gpu_check.json; do
+        [ ! -f "$file" ] || cp "$file" "$OUT/$(basename "$(dirname "$file")").json"
+    done
+    tar -cJf "$OUT/logs.part" -C "$(dirname "$logs")" "$(basename "$logs")" 2>/dev/null
+    mv "$OUT/logs.part" "$OUT/logs.tar.xz"
+}
+
+make_model() { # make_model SHAPE [--bare]: in DEST/models, once
+    [ -f "$DEST/models/$1/config.json" ] ||
+        "$python" "$here/make_model.py" "$DEST/models/$1" --tokenizer "$here/tokenizer" --shape "$@"
+}
+engine_arguments() { # into the array `extra`: what `smoke` has found
+    extra=()
+    [ ! -s "$DEST/engine_args" ] || mapfile -t extra <"$DEST/engine_args"
+}
 
 first() {
-    timeout 100 python3 "$here/preflight.py" 2>&1 | tee "$GPU_LOGS/preflight.log"
+    local failed=0
+    limited 100 "$python" "$here/preflight.py" 2>&1 | tee "$logs/preflight.log" || return 2 # no engine would start
     say "preflight"
-    timeout 60 python3 "$here/transfer_rate.py" --json "$OUT/transfer_rate.json" 2>&1 | tee "$GPU_LOGS/transfer_rate.log"
+    limited 60 "$python" "$here/transfer_rate.py" --json "$OUT/transfer_rate.json" 2>&1 |
+        tee "$logs/transfer_rate.log" || failed=1
     say "transfer rate"
-    timeout 130 python3 scripts/lab/gpu_check.py --part bits --part order --budget-s 120 --out "$GPU_LOGS/bits"
-    cp "$GPU_LOGS/bits/gpu_check.json" "$OUT/bits_order.json"
-    say "bits and order"
+    limited 130 "$python" scripts/lab/gpu_check.py --part bits --part order --budget-s 120 --out "$logs/bits_order" ||
+        failed=1
+    return "$failed"
 }
 
-answers() { # answers SECONDS ARGUMENT...: whether a stock engine starts with these arguments and answers
-    local limit=$1 server number=0 path=$GPU_LOGS/smoke-$#.log
+warm() { # an engine that finds no note of its model's class inspects it in a process of its own: 20 s, in each engine
+    local inspecting=""
+    if [ -z "$(ls "$notes" 2>/dev/null)" ]; then
+        "$python" -c 'from vllm.model_executor.models.registry import ModelRegistry
+ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()' >"$logs/warm.log" 2>&1 &
+        inspecting=$!
+    fi
+    make_model small || return 1
+    [ -z "$inspecting" ] || wait "$inspecting" || say "no note of the model's class: see warm.log"
+}
+
+gpu_check() { # gpu_check NAME ARGUMENT...: with engines, within what is left of the chapter
+    local name=$1 extra argument
     shift
-    python3 -m vllm.entrypoints.cli.main serve "$(model small)" --port 8123 --dtype float16 --max-model-len 2048 \
-        --gpu-memory-utilization 0.4 --max-num-seqs 16 --enforce-eager "$@" >"$path" 2>&1 &
-    server=$!
-    while [ $number -lt "$limit" ] && kill -0 $server 2>/dev/null; do
-        if curl -sf -m 20 localhost:8123/v1/completions -H 'Content-Type: application/json' \
-            -d '{"model": "'"$DEST"'/models/small", "prompt": [1000, 2000, 3000], "max_tokens": 8, "temperature": 0}'; then
-            kill $server && wait $server 2>/dev/null
-            return 0
-        fi
-        sleep 1
-        number=$((number + 1))
-    done
-    kill $server 2>/dev/null && wait $server 2>/dev/null
-    tail -25 "$path"
-    return 1
+    warm || return 1
+    say "warm"
+    engine_arguments
+    for argument in ${extra[@]+"${extra[@]}"}; do set -- "$@" "--engine-arg=$argument"; done
+    limited "$(left_s)" "$python" scripts/lab/gpu_check.py --model "$model" --budget-s "$(left_s 15)" \
+        --out "$logs/$name" "$@"
 }
-
-smoke() {
-    local arguments
-    for arguments in "" "--attention-backend TRITON_ATTN" '--attention-backend TRITON_ATTN --compilation-config={"custom_ops":["none"]}'; do
-        say "a stock engine with: ${arguments:-its defaults}"
-        # shellcheck disable=SC2086
-        if answers 60 $arguments; then
-            echo "$arguments" >"$DEST/engine_args"
-            say "works"
-            return 0
-        fi
-    done
-    return 1
-}
-
+together() { gpu_check together --at-once --part b1 --part runner-v2 --part death; }
 checks() {
-    [ -f "$DEST/engine_args" ] || { say "no engine has started: see smoke"; return 1; }
-    local limit=${LIMIT:-330} extra=() argument
-    for argument in $(engine_arguments); do extra+=("--engine-arg=$argument"); done
-    timeout $((limit + 20)) python3 scripts/lab/gpu_check.py --model "$(model small)" --budget-s "$limit" --prompts "${PROMPTS:-50}" \
-        --out "$GPU_LOGS/checks" ${extra[@]+"${extra[@]}"} ${PARTS:-}
-    cp "$GPU_LOGS/checks/gpu_check.json" "$OUT/gpu_check.json"
-    say "checks"
-}
-
-together() {
-    mkdir -p "$VLLM_CACHE_ROOT" && cp -r "$here/modelinfos" "$VLLM_CACHE_ROOT/"
-    model small >/dev/null &
-    python3 -X importtime -c "import vllm.v1.engine.core, vllm.v1.worker.gpu_worker" >"$GPU_LOGS/imports.log" 2>&1 &
-    sleep 3
-    (while sleep 15; do cp "$GPU_LOGS/together/gpu_check.json" "$OUT/" && keep; done) 2>/dev/null &
-    local limit=${LIMIT:-180} copies=$!
-    timeout $((limit + 12)) python3 scripts/lab/gpu_check.py --model "$DEST/models/small" --budget-s "$limit" --at-once \
-        --part b1 --part runner-v2 --part death --prompts 50 --out "$GPU_LOGS/together"
-    kill $copies
-    cp "$GPU_LOGS/together/gpu_check.json" "$OUT/gpu_check.json"
-    say "together"
+    local part parts=()
+    for part in ${PARTS:-b1 runner-v2 death serve}; do parts+=(--part "$part"); done
+    gpu_check checks "${parts[@]}"
 }
 
 bench() { # bench NAME ARM...
-    [ -f "$DEST/engine_args" ] || { say "no engine has started: see smoke"; return 1; }
-    local name=$1 arms=() arm
+    local name=$1 arm arms=() extra eager=()
     shift
     for arm in "$@"; do arms+=(--arm "$arm"); done
-    # shellcheck disable=SC2046
-    timeout "${LIMIT:-300}" python3 -m vllm_pd.cli bench serve "$(model "${SHAPE:-8b}" --bare)" "${arms[@]}" --rounds 1 \
-        --duration-s "${SECONDS_EACH:-15}" --stream 8 --long-tokens 6000 --long-every-s 2 --answer-tokens 200 --warm-up 1 \
-        --timeout-s 120 --log "$GPU_LOGS/${name}_engines.log" --picture "$OUT/$name.png" --output "$OUT/$name.json" -- --dtype bfloat16 --load-format dummy --max-model-len 8192 \
-        --max-num-seqs 32 --kv-cache-memory-bytes 8589934592 --gpu-memory-utilization 0.4 $(engine_arguments) \
-        >"$GPU_LOGS/$name.log" 2>&1
-    tail -40 "$GPU_LOGS/$name.log"
-    say "$name"
+    [ -z "${EAGER:-}" ] || eager=(--enforce-eager)
+    warm && make_model "${SHAPE:-8b}" --bare || return 1
+    engine_arguments
+    limited "$(left_s)" "$python" -m vllm_pd.cli bench serve "$DEST/models/${SHAPE:-8b}" "${arms[@]}" --rounds 1 \
+        --duration-s "${SECONDS_EACH:-15}" --stream 8 --long-tokens 6000 --long-every-s 2 --answer-tokens 200 \
+        --warm-up 1 --timeout-s 120 --log "$logs/${name}_engines.log" --picture "$OUT/$name.png" \
+        --output "$OUT/$name.json" -- --dtype bfloat16 --load-format dummy --max-model-len 8192 --max-num-seqs 32 \
+        --kv-cache-memory-bytes 8589934592 --gpu-memory-utilization 0.4 ${eager[@]+"${eager[@]}"} \
+        ${extra[@]+"${extra[@]}"} >"$logs/$name.log" 2>&1
+    local status=$?
+    tail -40 "$logs/$name.log"
+    return "$status"
 }
 speed() { bench speed pd single mixed-rr alone; }
 nixl() { bench nixl pd-first nixl; }
 
-for chapter in "$@"; do
-    "$chapter" || say "$chapter failed"
+answers() { # answers ARGUMENT...: whether a stock engine starts with these arguments and answers, within 120 s
+    local until=$((SECONDS + 120)) log=$logs/smoke-$#.log status=1 server
+    say "a stock engine with: ${*:-its defaults}"
+    timeout -k "$grace_s" 120 "$python" -m vllm.entrypoints.cli.main serve "$model" --port 8123 --dtype float16 \
+        --max-model-len 2048 --gpu-memory-utilization 0.4 --max-num-seqs 16 --enforce-eager "$@" >"$log" 2>&1 &
+    server=$!
+    while [ "$status" != 0 ] && [ "$SECONDS" -lt "$until" ] && kill -0 "$server" 2>/dev/null; do
+        sleep 1
+        curl -sf -m 20 localhost:8123/v1/completions -H 'Content-Type: application/json' -d \
+            '{"model": "'"$model"'", "prompt": [1000, 2000, 3000], "max_tokens": 8, "temperature": 0}' && status=0
+    done
+    kill "$server" 2>/dev/null # `timeout` passes it on, and sends KILL after the grace
+    wait "$server"
+    [ "$status" = 0 ] || tail -25 "$log"
+    return "$status"
+}
+try() { # try ARGUMENT...: and note the arguments for later chapters
+    answers "$@" || return 1
+    : >"$DEST/engine_args"
+    [ $# = 0 ] || printf '%s\n' "$@" >"$DEST/engine_args"
+}
+smoke() {
+    warm || return 1
+    try || try --attention-backend TRITON_ATTN ||
+        try --attention-backend TRITON_ATTN '--compilation-config={"custom_ops":["none"]}'
+}
+
+run_chapter() { # run_chapter NAME: within its limit, with a copy of the results every 15 s
+    local status kept_s=$SECONDS
+    ends_s=$((SECONDS + ${LIMIT:-${limits_s[$1]}}))
+    "$1" &
+    job=$!
+    while kill -0 "$job" 2>/dev/null && [ "$SECONDS" -lt $((ends_s + grace_s + 2)) ]; do # its commands end before that
+        sleep 1
+        [ $((SECONDS - kept_s)) -lt 15 ] || { keep; kept_s=$SECONDS; }
+    done
+    kill -9 "$job" 2>/dev/null
+    wait "$job" 2>/dev/null
+    status=$? job=""
+    end_all || say "some processes of $1 do not end"
     keep
+    return "$status"
+}
+
+trap end_all EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+[ $# -gt 0 ] || set -- first together speed
+for chapter in "$@"; do
+    [ -n "${limits_s[$chapter]:-}" ] || { echo "no chapter is named $chapter: ${!limits_s[*]}" >&2; exit 1; }
 done
+failed=0
+for chapter in "$@"; do
+    run_chapter "$chapter"
+    status=$?
+    if [ $status = 0 ]; then
+        say "$chapter"
+    else
+        failed=1
+        say "$chapter FAILED with $status"
+        [ "$chapter $status" != "first 2" ] || { say "the preflight has failed: no other chapter is begun"; break; }
+    fi
+done
+exit $failed
