@@ -81,7 +81,8 @@ def run_part(part: GpuPart, settings: CheckSettings, deadline_s: float, stop_s: 
     found, log = out / f"{part.name}.json", out / f"{part.name}.log"
     found.unlink(missing_ok=True)
     began_s = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", MARK: part.name}
+    environment = {**os.environ, "PYTHONPATH": _path(), "PYTHONUNBUFFERED": "1", MARK: part.name,
+                   "SPT_NOENV": "1"}  # setproctitle, which vLLM uses, would write its titles over the variables
     with log.open("w") as sink:
         process = subprocess.Popen(
             [sys.executable, "-m", "_gpu_check.child", part.target, str(found), json.dumps(asdict(settings)),

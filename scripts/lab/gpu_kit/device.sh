@@ -4,9 +4,11 @@
 #
 #     bash KIT/device.sh [CHAPTER...]         default: first together speed
 #
-#     first     do the carried kernels and NIXL work, the transfer rate, gpu_check's bits and order: 174 s on an H200
+#     first     do the carried kernels and NIXL work, the transfer rate, gpu_check's bits, order and rates: 174 s on an
+#               H200 without rates
 #     warm      the small model's weights, and vLLM's note of its class; the chapters below do it first, once
-#     together  gpu_check with engines, side by side: stock, b1, runner-v2, death: 106 s
+#     together  gpu_check with engines, side by side: stock, b1, runner-v2, blocks-first, death: 106 s on an
+#               H200 without blocks-first
 #     speed     pauses with and without disaggregation, a model of real shape with dummy weights
 #     nixl      the same beside upstream's NixlConnector
 #     checks    gpu_check with engines, one after the other, for a machine with time; PARTS="b1 serve" are only these
@@ -33,7 +35,7 @@ export GPU_KIT_RUN=$$ # all processes below have it: see `end_all`
 model=$DEST/models/small notes=$VLLM_CACHE_ROOT/modelinfos
 grace_s=${GRACE_S:-10} # from TERM to KILL
 ends_s=0 job=""        # of the chapter that runs: its end in SECONDS, and its process
-declare -A limits_s=([first]=310 [warm]=120 [together]=300 [speed]=300 [nixl]=300 [checks]=360 [smoke]=420)
+declare -A limits_s=([first]=370 [warm]=120 [together]=300 [speed]=300 [nixl]=300 [checks]=360 [smoke]=420)
 
 left_s() { echo $((ends_s - SECONDS - ${1:-0})); } # left_s [RESERVE]
 limited() { timeout -k "$grace_s" "$@"; } # limited SECONDS COMMAND...: TERM to its group at the limit, then KILL
@@ -82,8 +84,8 @@ first() {
     limited 60 "$python" "$here/transfer_rate.py" --json "$OUT/transfer_rate.json" 2>&1 |
         tee "$logs/transfer_rate.log" || failed=1
     say "transfer rate"
-    limited 130 "$python" scripts/lab/gpu_check.py --part bits --part order --budget-s 120 --out "$logs/bits_order" ||
-        failed=1
+    limited 190 "$python" scripts/lab/gpu_check.py --part bits --part order --part rates --budget-s 180 \
+        --out "$logs/transfers" || failed=1
     return "$failed"
 }
 
@@ -108,10 +110,10 @@ gpu_check() { # gpu_check NAME ARGUMENT...: with engines, within what is left of
     limited "$(left_s)" "$python" scripts/lab/gpu_check.py --model "$model" --budget-s "$(left_s 15)" \
         --out "$logs/$name" "$@"
 }
-together() { gpu_check together --at-once --part b1 --part runner-v2 --part death; }
+together() { gpu_check together --at-once --part b1 --part runner-v2 --part blocks-first --part death; }
 checks() {
     local part parts=()
-    for part in ${PARTS:-b1 runner-v2 death serve}; do parts+=(--part "$part"); done
+    for part in ${PARTS:-b1 runner-v2 blocks-first death serve}; do parts+=(--part "$part"); done
     gpu_check checks "${parts[@]}"
 }
 
