@@ -70,7 +70,7 @@ class LateAgent:
     """As `NixlAgent`. `fails`: what `check` finds of the transfers that are open. `posted` counts transfers, or their
     waves."""
 
-    def __init__(self, name: str, progress_thread: bool) -> None:
+    def __init__(self, name: str, progress_thread: bool, host: str) -> None:
         self.name = name
         self.fails: TransferState | None = TransferState.FAILED
         self.posted = 0

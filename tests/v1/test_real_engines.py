@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines, real transfers, greedy tokens as one stock engine says them (B1, B2, B5, B21, B22, B94)."""
+"""Real V1 engines, real transfers, greedy tokens as one stock engine says them (B1, B2, B5, B21, B22, B94,
+B109)."""
+import ipaddress
 import random
 import signal
 import time
 
+import psutil
 import pytest
 
 from tests.fakes.brokers import BrokerProcess
@@ -60,6 +63,19 @@ def check_tokens(mono, pair) -> None:
 
 def test_b1_b2_tokens_are_those_of_one_stock_engine(mono, pair):
     check_tokens(mono, pair)
+
+
+def beyond_the_loopback(engine: RealEngine) -> list[str]:
+    """The addresses beyond the loopback at which its processes listen."""
+    return sorted(one.laddr.ip for process in engine.processes() for one in process.net_connections("inet")
+                  if one.status == psutil.CONN_LISTEN and not ipaddress.ip_address(one.laddr.ip).is_loopback)
+
+
+def test_b109_no_process_listens_beyond_bind(mono, pair):
+    """`bind` is on the loopback here. What a stock engine opens by itself is not ours."""
+    for engine in pair:
+        assert beyond_the_loopback(engine) == beyond_the_loopback(mono)
+        assert any(process.net_connections("inet") for process in engine.processes())
 
 
 def test_b5_b97_a_prefix_that_d_has_is_not_sent_again(mono, pair):

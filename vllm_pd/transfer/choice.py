@@ -24,7 +24,7 @@ class TransportKind(StrEnum):
 
 
 class TransportChoice(msgspec.Struct, frozen=True, array_like=True):
-    """A transport, and the address at which its sockets listen, where it lets one choose."""
+    """A transport, and the address at which its sockets listen."""
     kind: TransportKind = TransportKind.NIXL
     host: str = "127.0.0.1"
 
@@ -42,7 +42,7 @@ class TransportChoice(msgspec.Struct, frozen=True, array_like=True):
             return TorchTransport(name, caches, description, self.host, receives)
         from vllm_pd.transfer.nixl.transport import NixlTransport
         # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
-        transport = NixlTransport(name, caches, description, progress_thread=receives)
+        transport = NixlTransport(name, caches, description, progress_thread=receives, host=self.host)
         kept.keep(name, caches)
         return transport
 

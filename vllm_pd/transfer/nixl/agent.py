@@ -20,6 +20,7 @@ import numpy as np
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import Memory
+from vllm_pd.transfer.nixl.devices import VARIABLE, only_devices_of
 
 PROGRESS_WAIT_S = 0.1
 
@@ -32,13 +33,14 @@ class TransferState(Enum):
 
 
 class NixlAgent:
-    """A NIXL agent named `name`. Every method raises TransferError for any error of the library.
+    """A NIXL agent named `name`, which listens at `host`, an IPv4 address (`vllm_pd.transfer.nixl.devices`). Every
+    method raises TransferError for any error of the library.
 
     Handles are integers. The caller owns them and must release them. Descriptor rows are uint64 [n, 5] = address,
     bytes, device, stride in bytes, count: row `i` stands for `count` descriptors of `bytes` bytes, `stride` apart.
     """
 
-    def __init__(self, name: str, progress_thread: bool) -> None:
+    def __init__(self, name: str, progress_thread: bool, host: str = "127.0.0.1") -> None:
         # The libraries read both when they load. Their logs only repeat errors that we get as states and exceptions.
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
@@ -48,7 +50,12 @@ class NixlAgent:
         config.useProgThread = progress_thread
         config.pthrDelay = int(PROGRESS_WAIT_S * 1e6)
         self._agent = nixl.nixlAgent(name, config)
-        self._backends = [self._agent.createBackend("UCX", {})]
+        with only_devices_of(host) as devices:
+            try:
+                self._backends = [self._agent.createBackend("UCX", {})]
+            except Exception as error:  # see `_call`
+                raise TransferError(f"NIXL: no UCX with {VARIABLE}={devices}: {error}: set that variable to the "
+                                    "devices that it shall use") from error
 
     def metadata(self) -> bytes:
         """What a peer's agent needs to reach this one, including the memory registered so far."""

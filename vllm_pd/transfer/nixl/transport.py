@@ -108,10 +108,10 @@ class NixlTransport:
     """
 
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription,
-                 progress_thread: bool = True) -> None:
+                 progress_thread: bool = True, host: str = "127.0.0.1") -> None:
         self._caches = caches
         self._cache = description
-        self._agent: NixlAgent | None = NixlAgent(name, progress_thread)
+        self._agent: NixlAgent | None = NixlAgent(name, progress_thread, host)
         self.needs_polls = not progress_thread
         self._meeting = False  # whether a peer was added since the last poll
         self._unseen = False  # whether a notice was sent without data since the last poll
