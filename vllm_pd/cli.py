@@ -117,8 +117,9 @@ def plan(options: SplitOptions, load: SizingOptions,
     --model, how many engines and how fast a link a load needs."""
     import json
 
-    from vllm_pd.ops.sizing import size
+    from vllm_pd.ops.sizing import refuse_mix, size
     from vllm_pd.ops.split import report
+    refuse_mix(options, load)
     found = size(load) if load.model else report(options)
     typer.echo(json.dumps(found.as_json(), indent=1) if as_json else "\n".join(found.lines()))
 

@@ -87,8 +87,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=50, metavar="N", help="of part b1; default 50")
     parser.add_argument("--engine-arg", action="append", default=[], metavar="ARG",
                         help="for every engine, as --engine-arg=--load-format --engine-arg=dummy; may be repeated")
-    parser.add_argument("--at-once", action="store_true", help="run the parts side by side, where a machine has cores "
-                        "and memory for nine engines of V1, but not the time for one after the other")
+    parser.add_argument("--at-once", action="store_true", help="run the parts side by side, each with two engines of "
+                        "V1, where a machine has the cores and the memory, but not the time for one after the other")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, metavar="S",
                         help=f"for all parts together; default {BUDGET_S:g}. With more, each part may take longer")
     parser.add_argument("--out", type=Path, default=Path("build/gpu_check"), metavar="DIR",
@@ -104,7 +104,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and end the part that runs
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
-    for old in (ANSWERS, f"{STOCK}.json"):
+    for old in (ANSWERS, f"{STOCK}.json", "gpu_check.json"):
         (out / old).unlink(missing_ok=True)
     settings = CheckSettings(options.device, str(out), options.model, options.prompts, tuple(options.engine_arg),
                              options.at_once)

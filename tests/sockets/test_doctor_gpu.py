@@ -42,7 +42,7 @@ def test_what_is_wrong_is_named_with_its_cure(monkeypatch, facts, said, cure):
 
 @pytest.mark.parametrize("arguments, said", [
     ({"nixl": ["nixl-cu12"]}, "nixl-cu12 beside a torch for CUDA 13.0 -> pip install --no-deps nixl-cu13==1.5.1"),
-    ({"sampler_fails": True}, "pip install flashinfer-python, or set VLLM_USE_FLASHINFER_SAMPLER=0"),
+    ({"sampler_fails": True}, "install the flashinfer-python that vllm requires, or set VLLM_USE_FLASHINFER_SAMPLER=0"),
     ({"shm_bytes": 64 << 20}, "/dev/shm has 64 MiB -> start the container with `--ipc host`"),
 ])
 def test_what_is_around_the_device_is_judged_too(monkeypatch, arguments, said):

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """B109: the KV transport listens where `bind` is, and nowhere else. UCX does what anybody says who reaches it."""
 import os
+import re
 import socket
+import threading
+import time
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from vllm_pd.errors import TransferError
+from vllm_pd.errors import ConfigError, TransferError
+from vllm_pd.model.checks import check_nixl
 from vllm_pd.transfer.nixl import devices
 from vllm_pd.transfer.nixl.agent import NixlAgent
-from vllm_pd.transfer.nixl.devices import VARIABLE, net_devices, only_devices_of
+from vllm_pd.transfer.nixl.devices import BRIDGES, VARIABLE, net_devices, only_devices_of
 
 OWN = [address.address for addresses in psutil.net_if_addrs().values() for address in addresses
        if address.family == socket.AF_INET and not address.address.startswith("127.")]
@@ -22,7 +26,7 @@ def listening() -> set[tuple[str, int]]:
             if one.status == psutil.CONN_LISTEN}
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", *OWN[:1]])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", *OWN])
 def test_b109_an_agent_listens_at_its_host_alone(host):
     before = listening()
     agent = NixlAgent("listening", progress_thread=True, host=host)
@@ -40,42 +44,82 @@ def test_b109_what_the_operator_has_set_counts(monkeypatch):
 
 def test_devices_that_ucx_does_not_have_are_named(monkeypatch):
     monkeypatch.setenv(VARIABLE, "nosuch0")
-    with pytest.raises(TransferError, match="no UCX with UCX_NET_DEVICES=nosuch0: .*set that variable"):
+    with pytest.raises(TransferError, match="no UCX with UCX_NET_DEVICES=nosuch0, as it was set: .*set UCX_NET_DEV"):
         NixlAgent("none", progress_thread=False)
 
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """eth0 with two addresses, ib0 with one, two RDMA cards of which one has two ports."""
-    found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.6", "fe80::1%eth0", "02:fc:00:00:00:01"],
-             "eth0:1": ["10.0.0.7"], "ib0": ["10.1.0.6"], "down0": []}
+    """eth0 with two addresses, ib0 with one, a bridge, two RDMA cards of which one has two ports."""
+    found = {"lo": ["127.0.0.1", "::1", "10.8.8.8"], "eth0": ["02:fc:00:00:00:01", "fe80::1%eth0", "10.0.0.6"],
+             "eth0:1": ["10.0.0.7"], "ib0": ["10.1.0.6", "10.1.0.7"], "br0": ["10.2.0.6"], "down0": []}
+
+    def kind(text: str) -> int:
+        return psutil.AF_LINK if text.count(":") == 5 else socket.AF_INET6 if ":" in text else socket.AF_INET
+
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {
-        name: [SimpleNamespace(address=address) for address in addresses] for name, addresses in found.items()})
+        name: [SimpleNamespace(address=address, family=kind(address)) for address in addresses]
+        for name, addresses in found.items()})
     for port in ("mlx5_1/ports/1", "mlx5_0/ports/2", "mlx5_0/ports/1"):
-        (tmp_path / port).mkdir(parents=True)
+        (tmp_path / "infiniband" / port).mkdir(parents=True)
+    (tmp_path / "net" / "br0" / "bridge").mkdir(parents=True)
     return tmp_path
 
 
+RDMA = "mlx5_0:1,mlx5_0:2,mlx5_1:1"
+
+
 @pytest.mark.parametrize("host, chosen", [
-    ("127.0.0.1", "lo"), ("127.3.2.1", "lo"), ("10.0.0.6", "eth0,mlx5_0:1,mlx5_0:2,mlx5_1:1"),
-    ("10.0.0.7", "eth0,mlx5_0:1,mlx5_0:2,mlx5_1:1"), ("10.1.0.6", "ib0,mlx5_0:1,mlx5_0:2,mlx5_1:1")])
+    ("127.0.0.1", {VARIABLE: "lo"}), ("127.3.2.1", {VARIABLE: "lo"}), ("10.0.0.6", {VARIABLE: f"eth0,{RDMA}"}),
+    ("10.1.0.6", {VARIABLE: f"ib0,{RDMA}"}), ("10.2.0.6", {VARIABLE: f"br0,{RDMA}", BRIDGES: "y"})])
 def test_b109_the_interface_of_bind_and_the_rdma_ports(machine, host, chosen):
     assert net_devices(host, machine) == chosen
 
 
 def test_without_rdma_the_interface_is_all(machine):
-    assert net_devices("10.0.0.6", machine / "none") == "eth0"
+    assert net_devices("10.0.0.6", machine / "none") == {VARIABLE: "eth0"}
 
 
-def test_an_address_that_nobody_here_has_is_named(machine):
-    with pytest.raises(TransferError, match="address 10.9.9.9 of `bind`"):
-        net_devices("10.9.9.9", machine)
+@pytest.mark.parametrize("host, said", [
+    ("10.9.9.9", "no network interface of this machine has the address 10.9.9.9 of `bind`"),
+    ("10.0.0.7", "UCX listens at 10.0.0.6, the first address of eth0, and not at 10.0.0.7 of `bind`: bind to 10.0.0.6"),
+    ("10.1.0.7", "UCX listens at 10.1.0.6, the first address of ib0"),
+    ("10.8.8.8", "UCX listens at 127.0.0.1, the first address of lo")])
+def test_b109_where_ucx_would_listen_elsewhere_it_is_refused(machine, host, said):
+    with pytest.raises(TransferError, match=re.escape(said)) as error:
+        net_devices(host, machine)
+    assert "or set UCX_NET_DEVICES" in str(error.value)
 
 
-def test_the_variable_is_gone_after_an_error(monkeypatch):
+def test_b109_the_check_before_the_model_names_bind(machine, monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(devices, "net_devices", lambda host: "lo")
-    with pytest.raises(ZeroDivisionError), only_devices_of("127.0.0.1") as chosen:
-        assert os.environ[VARIABLE] == chosen == "lo"
+    with pytest.raises(ConfigError, match="bind='10.0.0.7' can't be used: UCX listens at 10.0.0.6"):
+        check_nixl("10.0.0.7")
+
+
+def test_the_variables_are_gone_after_an_error(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")  # as good as not set
+    monkeypatch.setenv(BRIDGES, "n")
+    monkeypatch.setattr(devices, "net_devices", lambda host: {VARIABLE: "br0", BRIDGES: "y"})
+    with pytest.raises(ZeroDivisionError), only_devices_of("10.2.0.6") as chosen:
+        assert (os.environ[VARIABLE], os.environ[BRIDGES], chosen) == ("br0", "n", "UCX_NET_DEVICES=br0")
         raise ZeroDivisionError
-    assert VARIABLE not in os.environ
+    assert (os.environ[VARIABLE], os.environ[BRIDGES]) == ("", "n")
+
+
+def test_of_two_agents_at_once_each_finds_its_own(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(devices, "net_devices", lambda host: {VARIABLE: host})
+    seen: dict[str, str] = {}
+
+    def make(host: str) -> None:
+        with only_devices_of(host):
+            time.sleep(0.05)
+            seen[host] = os.environ[VARIABLE]
+
+    threads = [threading.Thread(target=make, args=(f"10.0.0.{number}", )) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 4 and all(host == found for host, found in seen.items()) and VARIABLE not in os.environ

@@ -228,13 +228,13 @@ def test_side_by_side_engines_ask_for_a_small_share(run):
     assert memory(at_once, "0.40") == ("--gpu-memory-utilization", "0.40")
 
 
-@pytest.mark.parametrize("wrong, leaks, open_, said", [
-    ([], [], True, ""), ([4], [], True, "1 of 9 answers"), ([], ["decode engine: 3 blocks"], True, "3 blocks"),
-    ([], [], False, "all 9 answers had come before"),
+@pytest.mark.parametrize("wrong, leaks, interrupted, said", [
+    ([], [], 1, ""), ([4], [], 1, "1 of 9 answers"), ([], ["decode engine: 3 blocks"], 2, "3 blocks"),
+    ([], [], 0, "nothing was under way"),
 ])
-def test_a_death_is_judged(wrong, leaks, open_, said):
+def test_a_death_is_judged(wrong, leaks, interrupted, said):
     if not said:
-        judge_death(9, wrong, leaks, open_)
+        judge_death(9, wrong, leaks, interrupted)
         return
     with pytest.raises(PartFailed, match=said):
-        judge_death(9, wrong, leaks, open_)
+        judge_death(9, wrong, leaks, interrupted)

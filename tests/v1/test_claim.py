@@ -37,7 +37,7 @@ STORED = {**BROKER, "store": {}}
 @pytest.fixture(autouse=True)
 def nixl_works(monkeypatch):
     """It takes a process of its own each time, and is no part of what is tested here."""
-    monkeypatch.setattr("vllm_pd.v1.claim.check_nixl", lambda: None)
+    monkeypatch.setattr("vllm_pd.v1.claim.check_nixl", lambda host: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

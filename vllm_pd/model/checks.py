@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from vllm_pd.errors import ConfigError
+from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.model.layers import check_layers
 from vllm_pd.rpc.ports import require_free
+from vllm_pd.transfer.nixl.devices import VARIABLE, net_devices
 from vllm_pd.transfer.transport import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -153,12 +154,18 @@ def require_free_bind(bind: str) -> None:
 
 
 @functools.cache
-def check_nixl() -> None:
-    """NIXL must be there and able to make an agent with UCX. Tried in a process of its own: its libraries may touch the
-    device, and workers that are forked after that can't."""
-    program = "from vllm_pd.transfer.nixl.agent import NixlAgent; NixlAgent('check', False).metadata()"
+def check_nixl(host: str) -> None:
+    """NIXL must be there and able to make an agent with UCX that listens at `host`, an IPv4 address. Tried in a process
+    of its own: its libraries may touch the device, and workers that are forked after that can't. Raises ConfigError."""
+    if not os.environ.get(VARIABLE):
+        try:
+            net_devices(host)
+        except TransferError as error:
+            raise ConfigError("bind", host, str(error)) from error
+    program = "import sys; from vllm_pd.transfer.nixl.agent import NixlAgent; NixlAgent('check', False, sys.argv[1])"
     try:
-        tried = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=NIXL_TIMEOUT_S)
+        tried = subprocess.run([sys.executable, "-c", program, host], capture_output=True, text=True,
+                               timeout=NIXL_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise _broken_nixl(f"made no agent in {NIXL_TIMEOUT_S} s") from None
     if tried.returncode:

@@ -42,8 +42,8 @@ LOAD_STOCK = "import vllm.config; from vllm.platforms import current_platform as
 LOAD_EXTENSION = "import torch, vllm._C; print('torch', torch.__version__)"
 CREATE_AGENT = """
 from importlib.metadata import version
-from nixl._api import nixl_agent, nixl_agent_config
-nixl_agent("vllm-pd-doctor", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+from vllm_pd.transfer.nixl.agent import NixlAgent
+NixlAgent("vllm-pd-doctor", False)
 print("nixl", version("nixl"), "with UCX")
 """
 

@@ -32,7 +32,7 @@ try:
     torch.cuda.init()
     found["name"], found["capability"] = torch.cuda.get_device_name(0), list(torch.cuda.get_device_capability(0))
 except Exception as error:
-    found["error"] = str(error).strip().splitlines()[0]
+    found["error"] = (str(error).strip().splitlines() or [repr(error)])[0]
 if found["name"]:
     try:
         names = [name for name in ("_C_stable_libtorch", "_C") if importlib.util.find_spec("vllm." + name)]
@@ -42,7 +42,7 @@ if found["name"]:
             torch.ops._C.rms_norm(torch.empty_like(row), row, row[0].clone(), 1e-5)
             torch.cuda.synchronize()
     except Exception as error:
-        found["kernels"] = str(error).strip().splitlines()[0]
+        found["kernels"] = (str(error).strip().splitlines() or [repr(error)])[0]
 print(json.dumps(found))
 """
 
@@ -94,7 +94,7 @@ def judge_gpu(facts: GpuFacts, nixl: Sequence[str], shm_bytes: int, sampler_fail
                       f"pip install --no-deps {wanted}=={metadata.version(nixl[0])}")
     if sampler_fails:
         yield Finding("sampler", "vllm's sampler imports flashinfer, which is not installed: each engine ends with an "
-                      "ImportError", f"pip install flashinfer-python, or set {SAMPLER}=0")
+                      "ImportError", f"install the flashinfer-python that vllm requires, or set {SAMPLER}=0")
     if shm_bytes < LEAST_SHM_BYTES:
         yield Finding("shm", f"/dev/shm has {shm_bytes >> 20} MiB", "start the container with `--ipc host`, or with "
                       "`--shm-size 2g`")

@@ -5,6 +5,7 @@ What an engine can do is measured, not known: its speeds are options. Everything
 model's KV cache.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -16,8 +17,11 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.settings.options import Option
 
 BUSY = 0.8  # of its time an engine that others wait for may work: at 1 the queue has no end
+LEAST = 1e-3  # of a speed or a link
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 WINDOWS = ("full_attention", "sliding_attention")  # V1 keeps all of a window layer's KV for a connector like ours
+OTHER_SHAPES = ("hybrid_override_pattern", "attn_layer_period", "attn_type_list", "multi_query", "block_configs",
+                "layers_block_type", "linear_attn_config", "full_attention_interval")
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,13 @@ class Sizing:
         return _engines(self.prompts_per_s * self.options.answer_tokens, self.options.decode_speed)
 
     @property
-    def link_share(self) -> float | None:
-        """The part of a prefill engine's link that it needs while it computes without a pause; above 1 the link is what
-        it waits for."""
-        if not self.options.link_gbit_s or not self.options.prefill_speed:
-            return None
-        return self.token_bytes * self.options.prefill_speed * 8 / (self.options.link_gbit_s * 1e9)
+    def link_shares(self) -> dict[str, float]:
+        """The part of its link that an engine needs: a prefill engine while it computes without a pause, a decode
+        engine on average. Above 1 the link is what prompts wait for. Only of those whose speed is known."""
+        link = self.options.link_gbit_s * 1e9 / 8
+        needs = {"prefill": self.options.prefill_speed * self.token_bytes,
+                 "decode": self.bytes_per_s / self.decode if self.decode else 0.0}
+        return {name: need / link for name, need in needs.items() if need and link}
 
     @property
     def transfer_s(self) -> float | None:
@@ -97,10 +102,11 @@ class Sizing:
 
     @property
     def parked_s(self) -> float | None:
-        """How long a prompt waits at its decode engine, on average and at most: its turn, its prefill, its transfer.
+        """How long a prompt waits at its decode engine, on average: its turn, its prefill, its transfer.
 
         The turn is that of one queue with one server and equal prompts (Pollaczek-Khinchine, M/D/1): at a load of
-        `busy` it takes busy / (2 (1 - busy)) prefills. Several engines that share a queue wait less."""
+        `busy` it takes busy / (2 (1 - busy)) prefills. Several engines that share a queue wait less; prompts of
+        different lengths wait longer, by the factor 1 + v^2, v their standard deviation over their mean."""
         if self.prefill is None:
             return None
         one_s = self.options.prompt_tokens / self.options.prefill_speed
@@ -135,20 +141,19 @@ class Sizing:
         else:
             lines.append(f"decode engines: {self.decode}, likewise")
         if self.prefill and self.decode:
-            lines.append(f"prefill to decode: 1 to {self.decode / self.prefill:.2g}")
+            lines.append(f"prefill to decode: 1 to {self.decode / self.prefill:,.1f}")
         if self.transfer_s is not None:
             lines.append(f"a prompt's transfer at {options.link_gbit_s:g} Gbit/s: {self.transfer_s * 1e3:,.1f} ms")
-        if self.link_share is not None:
-            enough = "enough" if self.link_share <= BUSY else "NOT enough: the link is slower than the prefill"
-            lines.append(f"a prefill engine that computes without a pause needs {self.link_share:.0%} of its link: "
-                         f"{enough}")
+        for name, share in self.link_shares.items():
+            enough = "enough" if share <= BUSY else "little room" if share < 1 else "NOT enough"
+            lines.append(f"a {name} engine needs {share:.0%} of its link: {enough}")
         return lines
 
     def as_json(self) -> dict[str, Any]:
         """For --json. Times in seconds."""
         return {"token_bytes": self.token_bytes, "bytes_per_s": self.bytes_per_s, "prefill_engines": self.prefill,
                 "decode_engines": self.decode, "parked_blocks": self.parked_blocks, "parked_s": self.parked_s,
-                "transfer_s": self.transfer_s, "link_share": self.link_share}
+                "transfer_s": self.transfer_s, "link_shares": self.link_shares}
 
 
 def size(options: SizingOptions) -> Sizing:
@@ -158,8 +163,21 @@ def size(options: SizingOptions) -> Sizing:
     for field in ("block_size", "tokens_per_s", "prompt_tokens", "answer_tokens"):
         _require(field, getattr(options, field), 0 < getattr(options, field) < math.inf, "above 0")
     for field in ("prefill_speed", "decode_speed", "link_gbit_s"):
-        _require(field, getattr(options, field), 0 <= getattr(options, field) < math.inf, "above 0, or leave it out")
+        value = getattr(options, field)
+        _require(field, value, value == 0 or LEAST <= value < math.inf, f"of {LEAST:g} or more, or leave it out")
     return Sizing(options, read_shape(Path(options.model)))
+
+
+def refuse_mix(split: object, load: SizingOptions) -> None:
+    """`vllm-pd plan` does one of two things. Raises ConfigError for options of the one with those of the other, which
+    would be ignored. `split`: the options of the table of ranks."""
+    for options, wanted in ((load, not load.model), (split, bool(load.model))):
+        given = [field.name for field in dataclasses.fields(options)
+                 if getattr(options, field.name) != field.default]
+        if wanted and given:
+            cure = ("it is of the table of ranks: leave out --model, or this" if load.model
+                    else "it says what a load needs: add --model FOLDER, or leave it out")
+            raise ConfigError(f"--{given[0].replace('_', '-')}", getattr(options, given[0]), cure)
 
 
 def read_shape(folder: Path) -> CacheShape:
@@ -178,10 +196,13 @@ def read_shape(folder: Path) -> CacheShape:
 
 def shape_of(config: Mapping[str, Any], model: str) -> CacheShape:
     """The shape by a model's configuration. Raises ConfigError naming `model`."""
-    kinds = set(config.get("layer_types") or ())
-    if others := kinds - set(WINDOWS):
-        raise ConfigError("--model", model, f"layers of kind {', '.join(sorted(others))} have a state in place of KV, "
-                          "which is not handed over: size another model")
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind not in WINDOWS for kind in kinds):
+        raise ConfigError("--model", model, f"its layer_types are {kinds!r:.200}: only models whose layers all have KV "
+                          f"of each token ({', '.join(WINDOWS)}) are sized: compute it by hand")
+    if unknown := [key for key in OTHER_SHAPES if config.get(key)]:
+        raise ConfigError("--model", model, f"its config.json has {unknown[0]}, so its layers have KV of several "
+                          "shapes, or none: compute it by hand")
     layers = _number(config, model, "num_hidden_layers")
     if config.get("kv_lora_rank"):
         content = _number(config, model, "kv_lora_rank") + _number(config, model, "qk_rope_head_dim")
@@ -189,6 +210,8 @@ def shape_of(config: Mapping[str, Any], model: str) -> CacheShape:
     heads = _number(config, model, "num_attention_heads")
     size = (_number(config, model, "head_dim") if config.get("head_dim") is not None
             else _number(config, model, "hidden_size") // heads)
+    if size < 1:
+        raise ConfigError("--model", model, f"its {heads} heads are more than its hidden_size: it has no head_dim")
     kv_heads = _number(config, model, "num_key_value_heads") if "num_key_value_heads" in config else heads
     return CacheShape(layers, kv_heads, 2 * size, f"{layers} layers, {kv_heads} KV heads of {size}")
 

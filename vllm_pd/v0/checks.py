@@ -45,7 +45,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     pin_weights(config)
     sample_cache(config)
     if not ours.is_two_sided:
-        check_nixl()
+        check_nixl(ours.transport_choice.host)
 
 
 def check_windows(config: VllmConfig) -> None:

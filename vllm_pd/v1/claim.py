@@ -160,4 +160,4 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     pin_weights(config)
     ours.transport_choice.check_device(config.device_config.device_type)
     if not ours.is_two_sided:
-        check_nixl()
+        check_nixl(ours.transport_choice.host)

@@ -51,7 +51,7 @@ def check_death(run: PartRun) -> None:
             found = await answer_all(url, model, prompts[:first], margin=0.0)
             rest = asyncio.create_task(answer_all(url, model, prompts[first:], margin=0.0))
             await asyncio.sleep(MOMENT_S)
-            run.note(open_at_the_death=not rest.done(), asked_before=first)
+            run.note(asked_before=first)
             began_s = time.monotonic()
             kill_with_children(pair.pids[1])
             found += await rest
@@ -61,18 +61,27 @@ def check_death(run: PartRun) -> None:
         answers = asyncio.run(ask())
         wrong = [number for number, ((_, right), found) in enumerate(zip(questions, answers, strict=True))
                  if list(found.expected) != list(right)]
-        run.note(prompts=len(questions), wrong=wrong, metrics=metrics_of(url))
+        run.note(prompts=len(questions), wrong=wrong, interrupted=attempts_lost(url), metrics=metrics_of(url))
         leaks = left_over({"decode": url}, model)
-    judge_death(len(questions), wrong, leaks, run.figures["open_at_the_death"])
+    judge_death(len(questions), wrong, leaks, run.figures["interrupted"])
 
 
-def judge_death(prompts: int, wrong: list[int], leaks: list[str], open_at_the_death: bool) -> None:
-    """Raises PartFailed unless all is as it must be."""
+def attempts_lost(url: str) -> int:
+    """How many attempts of the engine at `url` the death has ended."""
+    from vllm_pd.ops.scrape import scrape
+
+    page = scrape(url)
+    return int(sum(page.value("vllm:pd_attempts_total", outcome=outcome) for outcome in ("failed", "expired")))
+
+
+def judge_death(prompts: int, wrong: list[int], leaks: list[str], interrupted: int) -> None:
+    """Raises PartFailed unless all is as it must be. `interrupted`: attempts that the death has ended."""
     faults = list(leaks)
     if wrong:
         faults.append(f"{len(wrong)} of {prompts} answers differ from the stock engine's: prompts {wrong[:10]}")
-    if not open_at_the_death:
-        faults.append(f"all {prompts} answers had come before the engine was killed: write a larger --prompts")
+    if not interrupted:
+        faults.append("nothing was under way at the prefill engine when it was killed, so this shows nothing: try "
+                      "again, or write a larger --prompts")
     if faults:
         raise PartFailed("; ".join(faults))
 

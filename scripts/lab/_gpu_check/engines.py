@@ -167,6 +167,8 @@ def prepare(run: PartRun) -> bool:
     world = find_installation().world
     if world not in (World.PATCHED, World.PLUGIN):
         raise PartSkipped(f"{world.value} is installed here")
+    if run.settings.at_once and world is World.PATCHED and run.settings.device == "cuda":
+        raise PartSkipped("--at-once is for engine V1: those of V0 measure the GPU's memory as they start")
     on_cpu = engines_run_on_cpu()
     if on_cpu != (run.settings.device == "cpu"):
         raise PartSkipped(f"the vllm that is installed here runs on the {'CPU' if on_cpu else 'GPU'}")

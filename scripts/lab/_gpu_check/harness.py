@@ -2,7 +2,8 @@
 """Runs parts, each in a process of its own with a deadline of its own, all within one budget.
 
 Life of a part: `grant_s` decides how long it may take, or that too little of the budget is left. Its process runs
-`_gpu_check.child`. At its deadline it gets SIGTERM, on which it ends what it has started, and STOP_S later SIGKILL.
+`_gpu_check.child`. At its deadline it gets SIGTERM, on which it ends what it has started, and STOP_S later SIGKILL. A
+signal to this process kills the parts at once.
 Whatever it has left running is killed after it, so that the next part finds the device free: `adopting_orphans` makes
 this process the "child subreaper" of them all, so they stay its descendants when their parent dies. `MARK` says whose
 they are, where parts run side by side.
@@ -16,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -76,7 +78,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def run_part(part: GpuPart, settings: CheckSettings, deadline_s: float, stop_s: float = STOP_S) -> PartResult:
-    """Run one part to its end. When it returns, or raises for a signal, all processes of the part have ended."""
+    """Run one part to its end. When it returns, all processes of the part have ended."""
     out = Path(settings.out)
     found, log = out / f"{part.name}.json", out / f"{part.name}.log"
     found.unlink(missing_ok=True)
@@ -101,10 +103,10 @@ def run_parts(parts: Sequence[GpuPart], settings: CheckSettings, budget_s: float
               keep: Callable[[str, PartResult], str]) -> None:
     """Run the parts in order. `keep` gets each result at once; it returns why nothing else can run here, or "".
     With `at_once` the parts behind the first run side by side, and `keep` gets their results as they come."""
-    ends_s, reason = time.monotonic() + budget_s, ""
+    ends_s, reason, stopping = time.monotonic() + budget_s, "", threading.Event()
 
     def run_within_budget(part: GpuPart) -> PartResult:
-        left_s = ends_s - time.monotonic()
+        left_s = 0.0 if stopping.is_set() else ends_s - time.monotonic()
         granted_s = grant_s(part, left_s)
         if reason:
             return PartResult(PartOutcome.SKIPPED, reason)
@@ -121,8 +123,11 @@ def run_parts(parts: Sequence[GpuPart], settings: CheckSettings, budget_s: float
                 for ended in as_completed(running):
                     reason = keep(running[ended].name, ended.result()) or reason
             except BaseException:  # a signal: the pool waits for its threads, and they for the parts
-                for part in group:
-                    _kill(_processes_of(part.name))
+                stopping.set()
+                while not all(future.done() for future in running):  # one may just have started a process
+                    for part in group:
+                        _kill(_processes_of(part.name))
+                    time.sleep(0.1)
                 raise
 
 

@@ -13,6 +13,7 @@ needs the thread, and an engine that only sends does not.
 """
 from __future__ import annotations
 
+import logging
 import os
 from enum import Enum
 
@@ -20,7 +21,9 @@ import numpy as np
 
 from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import Memory
-from vllm_pd.transfer.nixl.devices import VARIABLE, only_devices_of
+from vllm_pd.transfer.nixl.devices import CURE, only_devices_of
+
+logger = logging.getLogger("vllm.pd")
 
 PROGRESS_WAIT_S = 0.1
 
@@ -54,8 +57,8 @@ class NixlAgent:
             try:
                 self._backends = [self._agent.createBackend("UCX", {})]
             except Exception as error:  # see `_call`
-                raise TransferError(f"NIXL: no UCX with {VARIABLE}={devices}: {error}: set that variable to the "
-                                    "devices that it shall use") from error
+                raise TransferError(f"NIXL makes no UCX with {devices}: {error}: install nixl again, {CURE}") from error
+        logger.info("KV over UCX: %s", devices)
 
     def metadata(self) -> bytes:
         """What a peer's agent needs to reach this one, including the memory registered so far."""

@@ -3,8 +3,11 @@
 
 UCX listens on every device that it may use, and does what anybody says who reaches it: it has no keys. By default these
 are all devices of the machine. Here they are the interface that has the address of `bind`, and, unless that is the
-loopback, the machine's RDMA ports, which no plain TCP reaches. Processes of one machine also meet in shared memory, and
-on one GPU by CUDA IPC; UCX counts neither as a network device.
+loopback, the machine's RDMA ports. Processes of one machine also meet in shared memory, and on one GPU by CUDA IPC; UCX
+counts neither as a network device.
+
+UCX is told interfaces, not addresses, and takes the first address of each. So an address that is not the first of its
+interface is refused: UCX would listen somewhere else. Bridges UCX uses only where it is told to.
 
 An operator who sets UCX_NET_DEVICES chooses himself.
 """
@@ -13,6 +16,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,33 +26,59 @@ import psutil
 from vllm_pd.errors import TransferError
 
 VARIABLE = "UCX_NET_DEVICES"
-RDMA = Path("/sys/class/infiniband")
+BRIDGES = "UCX_TCP_BRIDGE_ENABLE"
+SYSTEM = Path("/sys/class")
+CURE = f"or set {VARIABLE} to the devices that UCX shall use"
+_lock = threading.Lock()  # variables belong to the process
 
 
-def net_devices(host: str, rdma: Path = RDMA) -> str:
-    """The value of UCX_NET_DEVICES for an engine that listens at this IPv4 address. Raises TransferError where no
-    interface of this machine has it."""
-    named = {address.address: name.partition(":")[0]  # "eth0:1" is a second address of eth0
-             for name, addresses in psutil.net_if_addrs().items() for address in addresses}
+def net_devices(host: str, system: Path = SYSTEM) -> dict[str, str]:
+    """UCX's variables for an engine that listens at this IPv4 address. Raises TransferError where UCX can't listen
+    there."""
     loopback = ipaddress.IPv4Address(host).is_loopback
-    interface = named.get("127.0.0.1" if loopback else host)
-    if interface is None:
-        raise TransferError(f"no network interface of this machine has the address {host} of `bind`: write one of its "
-                            f"own, or set {VARIABLE}")
-    ports = [] if loopback else sorted(f"{port.parent.parent.name}:{port.name}" for port in rdma.glob("*/ports/*"))
-    return ",".join([interface, *ports])
+    interface, first = _interface("127.0.0.1" if loopback else host)
+    if not loopback and first != host:
+        raise TransferError(f"UCX listens at {first}, the first address of {interface}, and not at {host} of `bind`: "
+                            f"bind to {first}, give {host} an interface of its own, {CURE}")
+    if loopback:
+        return {VARIABLE: interface}
+    ports = sorted(f"{port.parent.parent.name}:{port.name}" for port in system.glob("infiniband/*/ports/*"))
+    bridge = {BRIDGES: "y"} if (system / "net" / interface / "bridge").exists() else {}
+    return {VARIABLE: ",".join([interface, *ports]), **bridge}
+
+
+def _interface(host: str) -> tuple[str, str]:
+    """The interface that has this address, and its first IPv4 address, in the order of the kernel and of UCX."""
+    first: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        interface = name.partition(":")[0]  # "eth0:1" is a second address of eth0
+        for address in addresses:
+            if address.family != socket.AF_INET:
+                continue
+            first.setdefault(interface, address.address)
+            if address.address == host:
+                return interface, first[interface]
+    raise TransferError(f"no network interface of this machine has the address {host} of `bind`: write one of its own, "
+                        f"{CURE}")
 
 
 @contextlib.contextmanager
 def only_devices_of(host: str) -> Iterator[str]:
-    """Inside the `with` block UCX, which reads its variables when a backend is created, finds these devices. Gives
-    them. Raises TransferError."""
-    chosen = os.environ.get(VARIABLE)
-    if chosen is not None:
-        yield chosen
-        return
-    os.environ[VARIABLE] = net_devices(host)
-    try:
-        yield os.environ[VARIABLE]
-    finally:
-        del os.environ[VARIABLE]
+    """Inside the `with` block UCX, which reads its variables when a backend is created, finds these devices. Gives them
+    in words. Raises TransferError."""
+    with _lock:
+        if chosen := os.environ.get(VARIABLE):
+            yield f"{VARIABLE}={chosen}, as it was set"
+            return
+        found = {name: value for name, value in net_devices(host).items()
+                 if name == VARIABLE or name not in os.environ}
+        before = {name: os.environ.get(name) for name in found}
+        os.environ.update(found)
+        try:
+            yield " ".join(f"{name}={value}" for name, value in found.items())
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
