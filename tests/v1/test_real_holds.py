@@ -16,7 +16,7 @@ from vllm_pd.bench.prefill_first import REMOTE_DECODE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 LENGTHS = (33, 64, 65, 200, 511, 513, 1000, 1900)
-SETTINGS = {"attempt_deadline_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.5, "ttl_s": 3.0, "hold_s": 8.0,
+SETTINGS = {"attempt_deadline_s": 60.0, "lease_s": 3.0, "heartbeat_s": 0.5, "ttl_s": 3.0, "hold_s": 4.0,
             "max_local_prefill_tokens": 4000}
 TOKENS = 8
 
@@ -144,16 +144,21 @@ def test_b102_b22_b21_p_stands_still_then_dies_while_d_reads(mono, pair):
 def test_b102_b23_d_stands_still_then_dies_with_a_claim(mono, pair):
     """P keeps what is claimed for as long as D may read it: longer than any of its times."""
     p, d = pair
-    long = prompts(10, (1900, ) * 3)
-    params = hold(p, long)
-    blocks = held(p)
     pids = {process.pid for process in d.processes()}
-    for process in d.processes():
-        if process.ppid() in pids:  # a rank: it neither computes nor reads, and the engine waits for it
-            process.suspend()
-    d.ask(long, TOKENS, [extra(one) for one in params])
-    time.sleep(SETTINGS["hold_s"] + 2.0)
-    claimed = held(p)
+    ranks = [process for process in d.processes() if process.ppid() in pids]
+    for number in range(5):  # on a busy machine D may ask when the holds have expired
+        long = prompts(10 + 100 * number, (1900, ) * 3)
+        params = hold(p, long)
+        blocks = held(p)
+        for rank in ranks:  # it neither computes nor reads, and the engine waits for it
+            rank.suspend()
+        d.ask(long, TOKENS, [extra(one) for one in params])
+        time.sleep(SETTINGS["hold_s"] + 2.0)
+        if claimed := held(p):
+            break
+        for rank in ranks:
+            rank.resume()
+        d.answer()
     assert 0 < claimed <= blocks and not events(p, "lost"), "nothing is claimed"
     d.signal(signal.SIGSTOP)
     time.sleep(2 * SETTINGS["ttl_s"] + SETTINGS["lease_s"])
