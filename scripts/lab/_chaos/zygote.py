@@ -81,7 +81,7 @@ def main() -> None:
     for name in PRELOADED_V1 if v1 else PRELOADED:
         importlib.import_module(name)
     _know_model()
-    check_nixl()  # once: each engine would start another process for that
+    check_nixl("127.0.0.1")  # once: each engine would start another process for that
     threads = len(os.listdir("/proc/self/task"))
     if threads != 1:
         raise RuntimeError(f"a process with {threads} threads can't be forked: an import has started some")
