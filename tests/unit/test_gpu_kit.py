@@ -170,14 +170,47 @@ def test_a_changed_piece_is_unpacked_again_and_nothing_of_the_old_one_stays(kit,
 
 def test_a_damaged_piece_is_unpacked_once_it_is_whole(kit, tmp_path):
     folder, add = kit
-    add("a.tar.xz", {"site/a/x.py": "x = 1\n" * 1000})
+    dest = tmp_path / "dest"
+    add("a.tar.xz", {"site/a/x.py": "x = 1\n", "site/a/old.py": ""})
+    unpack.unpack(folder, dest)
+    unpack.compile_sources(dest)
+    byte_code = Path(cache_from_source(dest / "site/a/x.py"))
+    old = byte_code.read_bytes()
+    add("a.tar.xz", {"site/a/x.py": "x = 2\n"})  # as long, and of the same date
     whole = (folder / "a.tar.xz").read_bytes()
     (folder / "a.tar.xz").write_bytes(whole[:len(whole) // 2])
     with pytest.raises((EOFError, lzma.LZMAError, tarfile.TarError)):
-        unpack.unpack(folder, tmp_path / "dest")
+        unpack.unpack(folder, dest)
     (folder / "a.tar.xz").write_bytes(whole)
-    unpack.unpack(folder, tmp_path / "dest")
-    assert files_in(tmp_path / "dest" / "site") == {"a/x.py": "x = 1\n" * 1000}
+    unpack.unpack(folder, dest)
+    unpack.compile_sources(dest)
+    assert files_in(dest / "site") == {"a/x.py": "x = 2\n"}
+    assert byte_code.read_bytes() != old
+
+
+def test_what_a_cut_call_has_unpacked_does_not_stay(kit, tmp_path, monkeypatch):
+    folder, add = kit
+    dest = tmp_path / "dest"
+
+    def cut(tar: tarfile.TarFile, path: Path, **options) -> None:
+        for member in tar.getmembers()[:2]:
+            tar.extract(member, path, **options)
+        raise KeyboardInterrupt
+
+    add("a.tar.xz", {"site/a/x.py": "x = 1\n", "site/a/old.py": ""})
+    unpack.unpack(folder, dest)
+    unpack.compile_sources(dest)
+    old = Path(cache_from_source(dest / "site/a/x.py")).read_bytes()
+    add("a.tar.xz", {"site/a/x.py": "x = 2\n", "site/a/new.py": "", "site/a/never.py": ""})
+    with monkeypatch.context() as patched:
+        patched.setattr(tarfile.TarFile, "extractall", cut)
+        with pytest.raises(KeyboardInterrupt):
+            unpack.unpack(folder, dest)
+    add("a.tar.xz", {"site/a/x.py": "x = 3\n"})
+    unpack.unpack(folder, dest)
+    unpack.compile_sources(dest)
+    assert files_in(dest / "site") == {"a/x.py": "x = 3\n"}
+    assert Path(cache_from_source(dest / "site/a/x.py")).read_bytes() != old
 
 
 @pytest.mark.parametrize("name", make_model.SHAPES)
