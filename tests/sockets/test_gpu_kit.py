@@ -115,3 +115,42 @@ def test_a_cut_leaves_nothing_running(start, hanging):
         process.terminate()
         process.communicate(timeout=60)
     assert process.returncode == 143 and hanging() == (2, [])
+
+
+@pytest.fixture
+def gpu_v0(tmp_path):
+    """Run gpu_v0.sh in a folder with a model, a wheel and an environment whose programs only tell their arguments."""
+    programs = tmp_path / "venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "vllm-pd"):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        (programs / name).chmod(0o755)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "a.whl").touch()
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["bash", FOLDER.parent / "gpu_v0.sh", *arguments], cwd=tmp_path, text=True,
+                              env={**os.environ, "VENV": "venv"}, capture_output=True)
+    return run
+
+
+def test_paths_of_v0_are_those_of_the_caller_and_its_parts_are_named(gpu_v0, tmp_path):
+    done = gpu_v0("a.whl", "model", "--prompts", "8")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "vllm-pd doctor",
+        f"python scripts/lab/gpu_check.py --model {tmp_path}/model --out build/gpu_v0 --part bits --part order "
+        "--part stock --part b1 --part death --part serve --prompts 8"]
+
+
+@pytest.mark.parametrize("parts", [("--part", "b1"), ("--part=b1", )])
+def test_the_caller_may_name_the_parts_of_v0(gpu_v0, tmp_path, parts):
+    told = gpu_v0("a.whl", "model", *parts).stdout
+    assert told.endswith(f"--model {tmp_path}/model --out build/gpu_v0 {' '.join(parts)}\n")
+
+
+def test_two_wheels_for_v0_are_refused(gpu_v0):
+    done = gpu_v0("a.whl", "b.whl", "model")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "more than one file" in done.stderr and "write the name of one" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
