@@ -14,8 +14,9 @@
 #     checks    gpu_check with engines, one after the other, for a machine with time; PARTS="b1 serve" are only these
 #     smoke     when `together` fails: finds arguments with which a stock engine starts; later chapters use them
 #
-# Variables: LIMIT, seconds for each chapter; OUT (build/gpu), the results, renewed every 15 s; DEST (/tmp/kit), what
-# was unpacked and made, for later calls; PYTHON (python3). For speed and nixl: SHAPE (8b), SECONDS_EACH (15), EAGER=1.
+# Variables: LIMIT, seconds for each chapter with its end; OUT (build/gpu), the results, renewed every 15 s; DEST (/tmp/kit), what
+# was unpacked and made, for later calls; PYTHON (python3). For speed and nixl: SHAPE (8b), SECONDS_EACH (15), EAGER=1,
+# ARMS ("pd single mixed-rr alone" for speed, "pd-first nixl" for nixl). A chapter that starts removes its old results.
 # The exit status: 0, or 1 where a chapter failed, or 2 where the kit does not fit this machine.
 # shellcheck disable=SC2329  # chapters are called by their names
 set -uo pipefail
@@ -34,11 +35,23 @@ export CUDA_HOME=${CUDA_HOME:-${nvcc%/bin/nvcc}} # whoever compiles kernels look
 export GPU_KIT_RUN=$$ # all processes below have it: see `end_all`
 model=$DEST/models/small notes=$VLLM_CACHE_ROOT/modelinfos
 grace_s=${GRACE_S:-10} # from TERM to KILL
-ends_s=0 job=""        # of the chapter that runs: its end in SECONDS, and its process
+ends_s=0 job=""        # of the chapter that runs: when its commands get TERM, in SECONDS, and its process
 declare -A limits_s=([first]=370 [warm]=120 [together]=300 [speed]=300 [nixl]=300 [checks]=360 [smoke]=420)
+declare -A results=([first]="transfer_rate transfers" [together]=together [speed]=speed [nixl]=nixl [checks]=checks)
 
 left_s() { echo $((ends_s - SECONDS - ${1:-0})); } # left_s [RESERVE]
-limited() { timeout -k "$grace_s" "$@"; } # limited SECONDS COMMAND...: TERM to its group at the limit, then KILL
+within() { # within SECONDS: so many, or what is left of the chapter, but at least 1: 0 would be no limit
+    local seconds=$1 left
+    left=$(left_s)
+    [ "$seconds" -le "$left" ] || seconds=$left
+    echo $((seconds > 1 ? seconds : 1))
+}
+limited() { # limited SECONDS COMMAND...: TERM to its group at the limit, or at the end of the chapter, then KILL
+    local seconds
+    seconds=$(within "$1")
+    shift
+    timeout -k "$grace_s" "$seconds" "$@"
+}
 
 find_marked() { # into the array `pids`: the processes that chapters have started, whoever is their parent now
     local file
@@ -48,8 +61,8 @@ find_marked() { # into the array `pids`: the processes that chapters have starte
         pids+=("${file%/environ}")
     done < <(env -u GPU_KIT_RUN grep -lszx "GPU_KIT_RUN=$$" /proc/[0-9]*/environ)
 }
-end_all() { # ends the chapter and them. vLLM swallows a SIGTERM that comes while it starts, so KILL follows
-    local pids signal=TERM until=$((SECONDS + grace_s))
+end_all() { # end_all [GRACE]: the chapter and them. vLLM swallows a SIGTERM that comes while it starts: KILL follows
+    local pids signal=TERM until=$((SECONDS + ${1:-$grace_s}))
     [ -z "$job" ] || { kill -9 "$job" && wait "$job"; } 2>/dev/null # first, so that it starts nothing else
     while find_marked && [ ${#pids[@]} -gt 0 ]; do
         [ "$SECONDS" -lt $((until + 10)) ] || return 1
@@ -59,10 +72,15 @@ end_all() { # ends the chapter and them. vLLM swallows a SIGTERM that comes whil
     done
 }
 
+forget() { # forget CHAPTER: its results of an earlier call, which would pass for new
+    local name
+    for name in ${results[$1]:-}; do rm -f "$logs/$name/gpu_check.json" "$OUT/$name".{json,png}; done
+}
 keep() { # copies figures and logs to OUT; a cut leaves the former copies whole
-    local file
+    local file copy
     for file in "$logs"/*/gpu_check.json; do
-        [ ! -f "$file" ] || cp "$file" "$OUT/$(basename "$(dirname "$file")").json"
+        copy=$OUT/$(basename "$(dirname "$file")").json
+        [ ! -f "$file" ] || { cp "$file" "$copy.part" && mv "$copy.part" "$copy"; }
     done
     tar -cJf "$OUT/logs.part" -C "$(dirname "$logs")" "$(basename "$logs")" 2>/dev/null
     mv "$OUT/logs.part" "$OUT/logs.tar.xz"
@@ -134,13 +152,15 @@ bench() { # bench NAME ARM...
     tail -40 "$logs/$name.log"
     return "$status"
 }
-speed() { bench speed pd single mixed-rr alone; }
-nixl() { bench nixl pd-first nixl; }
+# shellcheck disable=SC2086  # one word for each arm
+speed() { bench speed ${ARMS:-pd single mixed-rr alone}; }
+# shellcheck disable=SC2086
+nixl() { bench nixl ${ARMS:-pd-first nixl}; }
 
 answers() { # answers ARGUMENT...: whether a stock engine starts with these arguments and answers, within 120 s
     local until=$((SECONDS + 120)) log=$logs/smoke-$#.log status=1 server
     say "a stock engine with: ${*:-its defaults}"
-    timeout -k "$grace_s" 120 "$python" -m vllm.entrypoints.cli.main serve "$model" --port 8123 --dtype float16 \
+    timeout -k "$grace_s" "$(within 120)" "$python" -m vllm.entrypoints.cli.main serve "$model" --port 8123 --dtype float16 \
         --max-model-len 2048 --gpu-memory-utilization 0.4 --max-num-seqs 16 --enforce-eager "$@" >"$log" 2>&1 &
     server=$!
     while [ "$status" != 0 ] && [ "$SECONDS" -lt "$until" ] && kill -0 "$server" 2>/dev/null; do
@@ -165,18 +185,21 @@ smoke() {
 }
 
 run_chapter() { # run_chapter NAME: within its limit, with a copy of the results every 15 s
-    local status kept_s=$SECONDS
-    ends_s=$((SECONDS + ${LIMIT:-${limits_s[$1]}}))
+    local status kept_s=$SECONDS rest_s limit_s=${LIMIT:-${limits_s[$1]}}
+    rest_s=$((limit_s - grace_s - 3)) # its commands get TERM then, KILL a grace later, and the rest is for what they leave
+    ends_s=$((SECONDS + (rest_s > 1 ? rest_s : 1)))
+    forget "$1"
     "$1" &
     job=$!
-    while kill -0 "$job" 2>/dev/null && [ "$SECONDS" -lt $((ends_s + grace_s + 2)) ]; do # its commands end before that
+    while kill -0 "$job" 2>/dev/null && [ "$SECONDS" -lt $((ends_s + grace_s + 1)) ]; do
         sleep 1
         [ $((SECONDS - kept_s)) -lt 15 ] || { keep; kept_s=$SECONDS; }
     done
     kill -9 "$job" 2>/dev/null
     wait "$job" 2>/dev/null
     status=$? job=""
-    end_all || say "some processes of $1 do not end"
+    rest_s=$((ends_s + grace_s - SECONDS))
+    end_all $((rest_s < 0 ? 0 : rest_s < grace_s ? rest_s : grace_s)) || say "some processes of $1 do not end"
     keep
     return "$status"
 }
