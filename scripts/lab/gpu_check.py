@@ -23,18 +23,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from _gpu_check.harness import ANSWERS, CheckSettings, GpuPart, adopting_orphans, run_parts
+from _gpu_check.harness import ANSWERS, STOCK, CheckSettings, GpuPart, adopting_orphans, run_parts
 from _gpu_check.results import PartOutcome, PartResult, exit_status, write_json
 
 BUDGET_S = 600.0
-ABOUT, STOCK = "machine", "stock"
+ABOUT = "machine"
 PARTS = (
     GpuPart(ABOUT, "_gpu_check.machine:describe", "what this machine has", 90, 5),
     GpuPart("bits", "_gpu_check.bits:check", "every bit of every block, in all layouts, beside kernels", 120, 20),
     GpuPart("order", "_gpu_check.order:check", "transfers that are requested while a step computes their blocks", 90,
             20),
     GpuPart("rates", "_gpu_check.rates:check", "what a write costs in each layout of V1", 90, 20),
-    GpuPart("stock", "_gpu_check.engines:ask_stock", "what one stock engine answers, for the parts below", 200, 60),
+    GpuPart(STOCK, "_gpu_check.engines:ask_stock", "what one stock engine answers, for the parts below", 200, 60),
     GpuPart("b1", "_gpu_check.engines:check_b1", "two engines at 0.4 of the GPU each: the tokens of a stock one", 260,
             60),
     GpuPart("runner-v2", "_gpu_check.engines:check_runner", "model runner V2, CUDA graphs, async scheduling", 150, 60),

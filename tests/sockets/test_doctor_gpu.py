@@ -46,7 +46,7 @@ def test_what_is_wrong_is_named_with_its_cure(monkeypatch, facts, said, cure):
     ({"shm_bytes": 64 << 20}, "/dev/shm has 64 MiB -> start the container with `--ipc host`"),
 ])
 def test_what_is_around_the_device_is_judged_too(monkeypatch, arguments, said):
-    monkeypatch.setattr(doctor_gpu.metadata, "version", lambda name: "1.5.1")
+    monkeypatch.setattr(doctor_gpu, "version_of", lambda name: "1.5.1")
     [line] = bad(**arguments)
     assert said in " ".join(line.split())
 
@@ -66,8 +66,8 @@ class cuda:
 
 @pytest.fixture
 def fake_torch(monkeypatch, tmp_path):
-    """A torch whose `init` does what it is told, in the processes that this one starts; vllm is not found there."""
-    monkeypatch.setattr(doctor_gpu, "_is_installed", lambda name: False)
+    """A torch whose `init` runs the given code, in the processes that this one starts; they find no vllm."""
+    monkeypatch.setattr(doctor_gpu, "version_of", lambda name: None)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # a file that is written twice in a second
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B109: the KV transport listens where `bind` is, and nowhere else. UCX does what anybody says who reaches it."""
+"""B109: the KV transport listens where `bind` is, and nowhere else. UCX obeys everybody who reaches it."""
 import os
 import re
 import socket
@@ -60,6 +60,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {
         name: [SimpleNamespace(address=address, family=kind(address)) for address in addresses]
         for name, addresses in found.items()})
+    monkeypatch.delenv(VARIABLE, raising=False)
     for port in ("mlx5_1/ports/1", "mlx5_0/ports/2", "mlx5_0/ports/1"):
         (tmp_path / "infiniband" / port).mkdir(parents=True)
     (tmp_path / "net" / "br0" / "bridge").mkdir(parents=True)
@@ -91,8 +92,7 @@ def test_b109_where_ucx_would_listen_elsewhere_it_is_refused(machine, host, said
     assert "or set UCX_NET_DEVICES" in str(error.value)
 
 
-def test_b109_the_check_before_the_model_names_bind(machine, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+def test_b109_the_check_before_the_model_names_bind(machine):
     with pytest.raises(ConfigError, match="bind='10.0.0.7' can't be used: UCX listens at 10.0.0.6"):
         check_nixl("10.0.0.7")
 

@@ -32,7 +32,7 @@ START_S, END_S = 1200.0, 600.0
 request = functools.partial(asking.request, timeout_s=END_S)
 wait_for = functools.partial(waiting.wait_for, timeout_s=END_S)
 BLOCK = 32
-DRAINED = 400  # tokens of an answer that is open when its server is told to end: seconds, and minutes on a busy machine
+DRAINED = 400  # tokens of an answer that is open when its server gets SIGTERM: seconds, and minutes on a busy machine
 
 
 @pytest.fixture(scope="module")

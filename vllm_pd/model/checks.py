@@ -6,7 +6,6 @@ The configurations are vLLM's, of any release that this package supports.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import socket
 import subprocess
@@ -17,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_pd.errors import ConfigError, TransferError
+from vllm_pd.model.installation import version_of
 from vllm_pd.model.layers import check_layers
 from vllm_pd.rpc.ports import require_free
-from vllm_pd.transfer.nixl.devices import VARIABLE, net_devices
+from vllm_pd.transfer.nixl.devices import net_devices
 from vllm_pd.transfer.transport import MAX_RANKS
 
 if TYPE_CHECKING:
@@ -157,11 +157,10 @@ def require_free_bind(bind: str) -> None:
 def check_nixl(host: str) -> None:
     """NIXL must be there and able to make an agent with UCX that listens at `host`, an IPv4 address. Tried in a process
     of its own: its libraries may touch the device, and workers that are forked after that can't. Raises ConfigError."""
-    if not os.environ.get(VARIABLE):
-        try:
-            net_devices(host)
-        except TransferError as error:
-            raise ConfigError("bind", host, str(error)) from error
+    try:
+        net_devices(host)
+    except TransferError as error:
+        raise ConfigError("bind", host, str(error)) from error
     program = "import sys; from vllm_pd.transfer.nixl.agent import NixlAgent; NixlAgent('check', False, sys.argv[1])"
     try:
         tried = subprocess.run([sys.executable, "-c", program, host], capture_output=True, text=True,
@@ -174,11 +173,7 @@ def check_nixl(host: str) -> None:
 
 
 def _broken_nixl(reason: str) -> ConfigError:
-    try:
-        version = importlib.metadata.version("nixl")
-    except importlib.metadata.PackageNotFoundError:
-        version = None
-    return ConfigError("nixl", version, f"{reason}: install the version again that this package requires: "
+    return ConfigError("nixl", version_of("nixl"), f"{reason}: install the version again that this package requires: "
                        "pip install --force-reinstall nixl==VERSION")
 
 

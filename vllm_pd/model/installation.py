@@ -39,7 +39,7 @@ class Installation(NamedTuple):
 
 def find_installation() -> Installation:
     """What is installed in this environment."""
-    versions = {name: _version(name) for name in (*STOCK, PLUGIN)}
+    versions = {name: version_of(name) for name in (*STOCK, PLUGIN)}
     distribution = next((name for name in STOCK if versions[name] is not None), STOCK[0])
     return Installation(versions[distribution], distribution, versions[PLUGIN])
 
@@ -53,7 +53,8 @@ def check_installation() -> None:
                           f"or a stock vllm and {PLUGIN}, for engine V1")
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution; None where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

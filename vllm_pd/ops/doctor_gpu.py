@@ -9,18 +9,22 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 
 import msgspec
 
+from vllm_pd.model.installation import version_of
 from vllm_pd.ops.finding import Finding, run_native
 
 LEAST_SHM_BYTES = 256 << 20  # vLLM's ranks send each other messages through it, and UCX what processes of a host share
 SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 DESCRIBE = """
-import ctypes, importlib.util, json, sys
+import ctypes, importlib.util, json
 import torch
+
+def words(error):
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
 found = {"cuda": torch.version.cuda or "", "driver": "", "error": "", "name": "", "capability": [], "kernels": ""}
 try:
     number = ctypes.c_int()
@@ -32,7 +36,7 @@ try:
     torch.cuda.init()
     found["name"], found["capability"] = torch.cuda.get_device_name(0), list(torch.cuda.get_device_capability(0))
 except Exception as error:
-    found["error"] = (str(error).strip().splitlines() or [repr(error)])[0]
+    found["error"] = words(error)
 if found["name"]:
     try:
         names = [name for name in ("_C_stable_libtorch", "_C") if importlib.util.find_spec("vllm." + name)]
@@ -42,7 +46,7 @@ if found["name"]:
             torch.ops._C.rms_norm(torch.empty_like(row), row, row[0].clone(), 1e-5)
             torch.cuda.synchronize()
     except Exception as error:
-        found["kernels"] = (str(error).strip().splitlines() or [repr(error)])[0]
+        found["kernels"] = words(error)
 print(json.dumps(found))
 """
 
@@ -64,7 +68,7 @@ def check_gpu(v1: bool) -> Iterator[Finding]:
     if not described.ok:
         yield described
         return
-    installed = [name for name in ("nixl-cu12", "nixl-cu13") if _is_installed(name)]
+    installed = [name for name in ("nixl-cu12", "nixl-cu13") if version_of(name)]
     shm_bytes = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
     yield from judge_gpu(msgspec.json.decode(described.fact, type=GpuFacts), installed, shm_bytes,
                          v1 and find_spec("flashinfer") is None and os.environ.get(SAMPLER) != "0")
@@ -91,7 +95,7 @@ def judge_gpu(facts: GpuFacts, nixl: Sequence[str], shm_bytes: int, sampler_fail
     wanted = f"nixl-cu{(*_version(facts.cuda), 0)[0]}"
     if nixl and wanted not in nixl:
         yield Finding("nixl", f"{', '.join(nixl)} beside a torch for CUDA {facts.cuda}",
-                      f"pip install --no-deps {wanted}=={metadata.version(nixl[0])}")
+                      f"pip install --no-deps {wanted}=={version_of(nixl[0])}")
     if sampler_fails:
         yield Finding("sampler", "vllm's sampler imports flashinfer, which is not installed: each engine ends with an "
                       "ImportError", f"install the flashinfer-python that vllm requires, or set {SAMPLER}=0")
@@ -102,10 +106,3 @@ def judge_gpu(facts: GpuFacts, nixl: Sequence[str], shm_bytes: int, sampler_fail
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        return False

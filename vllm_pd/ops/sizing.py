@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.settings.options import Option
+from vllm_pd.ops.split import SplitOptions
+from vllm_pd.settings.options import Option, flag_of
 
 BUSY = 0.8  # of its time an engine that others wait for may work: at 1 the queue has no end
 LEAST = 1e-3  # of a speed or a link
@@ -168,16 +169,14 @@ def size(options: SizingOptions) -> Sizing:
     return Sizing(options, read_shape(Path(options.model)))
 
 
-def refuse_mix(split: object, load: SizingOptions) -> None:
+def refuse_mix(split: SplitOptions, load: SizingOptions) -> None:
     """`vllm-pd plan` does one of two things. Raises ConfigError for options of the one with those of the other, which
     would be ignored. `split`: the options of the table of ranks."""
-    for options, wanted in ((load, not load.model), (split, bool(load.model))):
-        given = [field.name for field in dataclasses.fields(options)
-                 if getattr(options, field.name) != field.default]
-        if wanted and given:
-            cure = ("it is of the table of ranks: leave out --model, or this" if load.model
-                    else "it says what a load needs: add --model FOLDER, or leave it out")
-            raise ConfigError(f"--{given[0].replace('_', '-')}", getattr(options, given[0]), cure)
+    ignored, cure = ((split, "it is of the table of ranks: leave out --model, or this") if load.model else
+                     (load, "it says what a load needs: add --model FOLDER, or leave it out"))
+    for field in dataclasses.fields(ignored):
+        if getattr(ignored, field.name) != field.default:
+            raise ConfigError(flag_of(field.name), getattr(ignored, field.name), cure)
 
 
 def read_shape(folder: Path) -> CacheShape:
@@ -229,4 +228,4 @@ def _number(config: Mapping[str, Any], model: str, key: str) -> int:
 
 def _require(field: str, value: float, good: bool, wanted: str) -> None:
     if not good:
-        raise ConfigError(f"--{field.replace('_', '-')}", value, f"write a number {wanted}")
+        raise ConfigError(flag_of(field), value, f"write a number {wanted}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from vllm_pd.errors import ConfigError, UnmappableSplit
-from vllm_pd.settings.options import Option
+from vllm_pd.settings.options import Option, flag_of
 
 if TYPE_CHECKING:
     from vllm_pd.transfer.ranks.split import ParallelSplit, Sending
@@ -76,7 +76,7 @@ def report(options: SplitOptions) -> SplitReport:
 
     for field in SplitOptions.__dataclass_fields__:
         if getattr(options, field) < 1:
-            raise ConfigError(_flag(field), getattr(options, field), "write 1 or more")
+            raise ConfigError(flag_of(field), getattr(options, field), "write 1 or more")
     prefill = ParallelSplit(options.prefill_tp, options.prefill_pp)
     decode = ParallelSplit(options.decode_tp, options.decode_pp)
     _check("prefill", prefill, options)
@@ -99,10 +99,6 @@ def _check(name: str, split: ParallelSplit, options: SplitOptions) -> None:
             check()
         except UnmappableSplit as error:
             raise ConfigError(f"--{name}-{key}", value, str(error)) from error
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 def _size(sending: Sending) -> int:

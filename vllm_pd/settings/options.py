@@ -30,6 +30,11 @@ class Option:
     parse: Callable[[Any], Any] | None = None
 
 
+def flag_of(field: str) -> str:
+    """How a field is written on the command line where its Option names no flag: "--a-b" for `a_b`."""
+    return f"--{field.replace('_', '-')}"
+
+
 class _OptionField(NamedTuple):
     """One field of a settings class. `option` is None where `kind` is a settings class."""
     name: str
@@ -52,7 +57,7 @@ class _OptionField(NamedTuple):
             kind = str  # the settings check it themselves, and their error names the cure
         if self.option.argument:
             return Annotated[kind, typer.Argument(metavar=self.option.metavar, help=self.option.help)]
-        flag = self.option.flag or f"--{self.name.replace('_', '-')}"
+        flag = self.option.flag or flag_of(self.name)
         return Annotated[kind, typer.Option(flag, metavar=self.option.metavar, help=self.option.help)]
 
     def parameter(self) -> inspect.Parameter:

@@ -16,12 +16,15 @@ import psutil
 from _gpu_check.child import PartRun
 from _gpu_check.engines import (
     PAIR_S,
+    answer_faults,
+    attempts,
     await_peer,
     known_answers,
     metrics_of,
     plain_pair,
     prepare,
     started_pair,
+    wrong_answers,
 )
 from _gpu_check.results import PartFailed
 
@@ -59,8 +62,7 @@ def check_death(run: PartRun) -> None:
             return found
 
         answers = asyncio.run(ask())
-        wrong = [number for number, ((_, right), found) in enumerate(zip(questions, answers, strict=True))
-                 if list(found.expected) != list(right)]
+        wrong = wrong_answers(questions, answers)
         run.note(prompts=len(questions), wrong=wrong, interrupted=attempts_lost(url), metrics=metrics_of(url))
         leaks = left_over({"decode": url}, model)
     judge_death(len(questions), wrong, leaks, run.figures["interrupted"])
@@ -68,17 +70,12 @@ def check_death(run: PartRun) -> None:
 
 def attempts_lost(url: str) -> int:
     """How many attempts of the engine at `url` the death has ended."""
-    from vllm_pd.ops.scrape import scrape
-
-    page = scrape(url)
-    return int(sum(page.value("vllm:pd_attempts_total", outcome=outcome) for outcome in ("failed", "expired")))
+    return attempts(url, "failed", "expired")
 
 
 def judge_death(prompts: int, wrong: list[int], leaks: list[str], interrupted: int) -> None:
     """Raises PartFailed unless all is as it must be. `interrupted`: attempts that the death has ended."""
-    faults = list(leaks)
-    if wrong:
-        faults.append(f"{len(wrong)} of {prompts} answers differ from the stock engine's: prompts {wrong[:10]}")
+    faults = answer_faults(prompts, wrong, leaks)
     if not interrupted:
         faults.append("nothing was under way at the prefill engine when it was killed, so this shows nothing: try "
                       "again, or write a larger --prompts")

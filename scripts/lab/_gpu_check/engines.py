@@ -24,12 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _gpu_check.child import PartRun, require
-from _gpu_check.harness import ANSWERS
+from _gpu_check.harness import ANSWERS, STOCK
 from _gpu_check.results import PartFailed, PartOutcome, PartSkipped, read_result, write_json
 
 NEEDS = ("torch", "nixl", "msgspec", "zmq", "vllm")
-RUNNING = PartOutcome.RUNNING
-STOCK = "stock"  # the part whose answers are right
 MODEL_TOKENS = 2048
 MAX_LOCAL_TOKENS = 40
 PROMPT_TOKENS = (50, 900)
@@ -83,8 +81,8 @@ def check_b1(run: PartRun) -> None:
 
 def plain_pair(run: PartRun, v1: bool) -> EngineVariant:
     """Engines without graphs. They have the model runner V1 where the engine has two."""
-    arguments = ("--enforce-eager", *memory(run, GPU_SHARE, KV_BYTES if v1 else ""))
-    return EngineVariant({"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}, arguments, never=(V2_LINE, ))
+    return EngineVariant({"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {}, ("--enforce-eager", *own_memory(run, v1)),
+                         never=(V2_LINE, ))
 
 
 def check_runner(run: PartRun) -> None:
@@ -119,7 +117,7 @@ def check_flashinfer(run: PartRun) -> None:
     chosen = ("--attention-backend", "FLASHINFER") if v1 else ()
     environment = {"VLLM_KV_CACHE_LAYOUT": "HND"} | ({} if v1 else {"VLLM_ATTENTION_BACKEND": "FLASHINFER"})
     needs = {"layout": "kv-heads-first" if v1 else "heads-first"} | ({"engine": "FLASHINFER"} if v1 else {})
-    memory_ = memory(run, GPU_SHARE, KV_BYTES if v1 else "")
+    memory_ = own_memory(run, v1)
     check_pair(run, EngineVariant(environment, ("--enforce-eager", *chosen, *memory_), needs), VARIANT_PROMPTS)
 
 
@@ -131,7 +129,7 @@ def check_serve(run: PartRun) -> None:
 
     gpu = run.settings.device == "cuda"
     load = LoadShape(duration_s=20.0, streams=(8 if gpu else 2, ), long_every_s=2.0 if gpu else 7.0)
-    memory_ = memory(run, GPU_SHARE, KV_BYTES if v1 else "")
+    memory_ = own_memory(run, v1)
     bench = ServeBench(model=run.settings.model, arms=("pd", "mixed-rr"), rounds=1, load=load,
                        timeout_s=max(1.0, run.left_s - STOP_RESERVE_S),
                        serve_args=(*engine_arguments(run, v1), *(() if gpu else ("--enforce-eager", )), *memory_))
@@ -219,6 +217,11 @@ def memory(run: PartRun, share: str, kv_bytes: str = "") -> tuple[str, ...]:
     return ("--gpu-memory-utilization", share, *(("--kv-cache-memory-bytes", kv_bytes) if kv_bytes else ()))
 
 
+def own_memory(run: PartRun, v1: bool) -> tuple[str, ...]:
+    """`memory` for one of several engines; those of V1 may start side by side."""
+    return memory(run, GPU_SHARE, KV_BYTES if v1 else "")
+
+
 def check_pair(run: PartRun, variant: EngineVariant, prompts: int) -> None:
     """Ask a decode and a prefill engine what the stock one was asked. Raises PartFailed for a different token, for a
     prompt that was not prefilled remotely, and for blocks that are not given back."""
@@ -237,8 +240,7 @@ def check_pair(run: PartRun, variant: EngineVariant, prompts: int) -> None:
         answers = asyncio.run(answer_all(url, model, [prompt for prompt, _ in questions], margin=0.0))
         took_s = time.monotonic() - began_s
         remote = await_count(lambda: attempts_done(url) - before, len(questions))
-        wrong = [number for number, ((_, right), found) in enumerate(zip(questions, answers, strict=True))
-                 if list(found.expected) != list(right)]
+        wrong = wrong_answers(questions, answers)
         run.note(prompts=len(questions), wrong=wrong, remote=remote, took_s=round(took_s, 2),
                  metrics=metrics_of(url))
         leaks = left_over(dict(zip(("decode", "prefill"), pair.urls, strict=True)), model)
@@ -258,13 +260,24 @@ def started_pair(run: PartRun, variant: EngineVariant) -> Iterator[RunningPair]:
 
 def judge_pair(prompts: int, wrong: Sequence[int], remote: int, leaks: Sequence[str]) -> None:
     """Raises PartFailed unless all is as it must be."""
-    faults = list(leaks)
-    if wrong:
-        faults.append(f"{len(wrong)} of {prompts} answers differ from the stock engine's: prompts {wrong[:10]}")
+    faults = answer_faults(prompts, wrong, leaks)
     if remote != prompts:
         faults.append(f"{remote} of {prompts} prompts were prefilled remotely")
     if faults:
         raise PartFailed("; ".join(faults))
+
+
+def wrong_answers(questions: Sequence[tuple[list[int], list[int]]], answers: Sequence[Any]) -> list[int]:
+    """The numbers of the questions whose answer is not the stock engine's."""
+    return [number for number, ((_, right), found) in enumerate(zip(questions, answers, strict=True))
+            if list(found.expected) != list(right)]
+
+
+def answer_faults(prompts: int, wrong: Sequence[int], leaks: Sequence[str]) -> list[str]:
+    """In words: what was left over, and which answers are wrong."""
+    if not wrong:
+        return list(leaks)
+    return [*leaks, f"{len(wrong)} of {prompts} answers differ from the stock engine's: prompts {wrong[:10]}"]
 
 
 def judge_engines(run: PartRun, variant: EngineVariant, lines: Sequence[tuple[str, str]]) -> None:
@@ -286,7 +299,8 @@ def known_answers(run: PartRun, count: int) -> list[tuple[list[int], list[int]]]
     out = Path(run.settings.out)
     while not (out / ANSWERS).exists():
         stock = read_result(out / f"{STOCK}.json")
-        if not run.settings.at_once or run.left_s < STOP_RESERVE_S or stock and stock.outcome is not RUNNING:
+        ended = stock is not None and stock.outcome is not PartOutcome.RUNNING
+        if not run.settings.at_once or run.left_s < STOP_RESERVE_S or ended:
             raise PartSkipped(f"there are no answers of a stock engine: see part {STOCK}")
         time.sleep(0.2)
     return [(prompt, tokens) for prompt, tokens in json.loads((out / ANSWERS).read_text())[:count]]
@@ -301,8 +315,7 @@ def stock_answers(run: PartRun, count: int, v1: bool) -> None:
     from vllm_pd.bench.serve.arms import Arm, ArmKind
 
     known: list[list[list[int]]] = []
-    arguments = ("--enforce-eager", *memory(run, GPU_SHARE, KV_BYTES if v1 else ""))
-    with started(run, Arm("single", ArmKind.SINGLE), arguments) as stock:
+    with started(run, Arm("single", ArmKind.SINGLE), ("--enforce-eager", *own_memory(run, v1))) as stock:
         url, model, drawn = stock.urls[0], served_model(stock.urls[0]), 0
         for number in range(MOST_ROUNDS):
             more = math.ceil((count - len(known)) * DRAWN_FOR_EACH[run.settings.device])
@@ -367,9 +380,15 @@ def await_peer(url: str, model: str, broker: str, timeout_s: float) -> dict[str,
 
 def attempts_done(url: str) -> int:
     """How many prompts of the engine at `url` were prefilled remotely."""
+    return attempts(url, "done")
+
+
+def attempts(url: str, *outcomes: str) -> int:
+    """How many attempts of the engine at `url` have ended so."""
     from vllm_pd.ops.scrape import scrape
 
-    return int(scrape(url).value("vllm:pd_attempts_total", outcome="done"))
+    page = scrape(url)
+    return int(sum(page.value("vllm:pd_attempts_total", outcome=outcome) for outcome in outcomes))
 
 
 def await_count(count: Any, wanted: int, timeout_s: float = 10.0) -> int:

@@ -31,6 +31,7 @@ from _gpu_check.results import PartOutcome, PartResult, read_result
 
 STOP_S = 12.0  # from SIGTERM to SIGKILL: engines must end and free the device
 LAST_CHARS = 1500
+STOCK = "stock"  # the part whose answers are right
 ANSWERS = "stock_answers.json"  # in the folder of results: what a stock engine answered in this run
 MARK = "VLLM_PD_GPU_CHECK_PART"  # a variable of all processes that a part starts: its name
 PR_SET_CHILD_SUBREAPER = 36

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which network devices UCX may use.
 
-UCX listens on every device that it may use, and does what anybody says who reaches it: it has no keys. By default these
-are all devices of the machine. Here they are the interface that has the address of `bind`, and, unless that is the
+UCX listens on every device that it may use, and obeys everybody who reaches it: it has no keys. By default these are
+all devices of the machine. Here they are the interface that has the address of `bind`, and, unless that is the
 loopback, the machine's RDMA ports. Processes of one machine also meet in shared memory, and on one GPU by CUDA IPC; UCX
 counts neither as a network device.
 
-UCX is told interfaces, not addresses, and takes the first address of each. So an address that is not the first of its
-interface is refused: UCX would listen somewhere else. Bridges UCX uses only where it is told to.
+UCX takes names of interfaces, not addresses, and listens at the first address of each. So an address that is not the
+first of its interface is refused: UCX would listen somewhere else. UCX uses a bridge only with UCX_TCP_BRIDGE_ENABLE.
 
-An operator who sets UCX_NET_DEVICES chooses himself.
+Where an operator has set UCX_NET_DEVICES, nothing here changes it.
 """
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ _lock = threading.Lock()  # variables belong to the process
 
 
 def net_devices(host: str, system: Path = SYSTEM) -> dict[str, str]:
-    """UCX's variables for an engine that listens at this IPv4 address. Raises TransferError where UCX can't listen
-    there."""
+    """UCX's variables for an engine that listens at this IPv4 address; none where an operator has chosen. Raises
+    TransferError where UCX can't listen there."""
+    if os.environ.get(VARIABLE):
+        return {}
     loopback = ipaddress.IPv4Address(host).is_loopback
     interface, first = _interface("127.0.0.1" if loopback else host)
     if not loopback and first != host:
@@ -67,15 +69,13 @@ def only_devices_of(host: str) -> Iterator[str]:
     """Inside the `with` block UCX, which reads its variables when a backend is created, finds these devices. Gives them
     in words. Raises TransferError."""
     with _lock:
-        if chosen := os.environ.get(VARIABLE):
-            yield f"{VARIABLE}={chosen}, as it was set"
-            return
         found = {name: value for name, value in net_devices(host).items()
                  if name == VARIABLE or name not in os.environ}
         before = {name: os.environ.get(name) for name in found}
         os.environ.update(found)
         try:
-            yield " ".join(f"{name}={value}" for name, value in found.items())
+            yield (" ".join(f"{name}={value}" for name, value in found.items())
+                   or f"{VARIABLE}={os.environ[VARIABLE]}, as it was set")
         finally:
             for name, value in before.items():
                 if value is None:
