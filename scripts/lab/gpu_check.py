@@ -34,6 +34,7 @@ PARTS = (
     GpuPart("order", "_gpu_check.order:check", "transfers that are requested while a step computes their blocks", 90,
             20),
     GpuPart("rates", "_gpu_check.rates:check", "what a write costs in each layout of V1", 90, 20),
+    GpuPart("store-copies", "_gpu_check.stored:check_copies", "the KV store's copies, beside kernels", 90, 20),
     GpuPart(STOCK, "_gpu_check.engines:ask_stock", "what one stock engine answers, for the parts below", 200, 60),
     GpuPart("b1", "_gpu_check.engines:check_b1", "two engines at 0.4 of the GPU each: the tokens of a stock one", 260,
             60),
@@ -42,9 +43,10 @@ PARTS = (
             60),
     GpuPart("flashinfer", "_gpu_check.engines:check_flashinfer", "FlashInfer with heads first", 130, 60),
     GpuPart("death", "_gpu_check.deaths:check_death", "the prefill engine is killed under load", 200, 60),
+    GpuPart("store", "_gpu_check.stored:check_store", "two engines with the KV store and little cache", 200, 60),
     GpuPart("serve", "_gpu_check.engines:check_serve", "vllm-pd bench serve, small", 200, 100),
 )
-ON_STOCK = {"b1", "runner-v2", "blocks-first", "flashinfer", "death"}  # they compare with what part `stock` leaves
+ON_STOCK = {"b1", "runner-v2", "blocks-first", "flashinfer", "death", "store"}  # compare with what `stock` leaves
 
 
 class GpuReport:

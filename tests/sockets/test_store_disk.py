@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.settings.store import StoreSettings
@@ -39,7 +40,7 @@ class Setting:
 
     def worker(self, model: bytes = MODEL) -> tuple[StoreWorker, list[np.ndarray]]:
         parts = [np.zeros((BLOCKS, BLOCK // 2), np.uint8) for _ in range(2)]
-        made = StoreWorker(self.settings, model, parts, ["0", "1"])
+        made = StoreWorker(self.settings, model, [torch.from_numpy(part) for part in parts], ["0", "1"])
         self._closing.callback(made.close)
         return made, parts
 

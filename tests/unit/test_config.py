@@ -55,7 +55,8 @@ def test_every_key_can_be_set(files):
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
              "log_decisions": True, "nats_prefix": "mine", "hold_s": 0,
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
-             "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2}, **files}
+             "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
+                       "pinned_gib": 1}, **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
     assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
     for given in (extra, {**extra, **auto}):

@@ -111,8 +111,9 @@ def test_the_document_has_every_key_with_its_default():
 
 def test_settings():
     assert StoreSettings.parse({}) == StoreSettings()
-    settings = StoreSettings.parse({"memory_gib": 0.5, "file_folder": "/var/cache/kv", "file_gib": 1})
-    assert (settings.memory_bytes, settings.file_bytes) == (1 << 29, 1 << 30)
+    settings = StoreSettings.parse({"memory_gib": 0.5, "file_folder": "/var/cache/kv", "file_gib": 1,
+                                    "pinned_gib": 2})
+    assert (settings.memory_bytes, settings.file_bytes, settings.pinned_bytes) == (1 << 29, 1 << 30, 1 << 31)
 
 
 def test_b104_after_a_step_that_was_not_whole_none_counts():

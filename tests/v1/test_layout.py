@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 
 from vllm_pd.v1.connector import PDConnector
+from vllm_pd.v1.store.connector import PDStoreConnector
 
 
 @pytest.fixture
@@ -35,6 +36,13 @@ def test_b101_heads_come_first_where_the_backend_can(config):
     assert resolved(config, FlashAttentionBackend) == "LBHNC"
     config.cache_config.kv_cache_layout = config.kv_transfer_config = None
     assert resolved(config, FlashAttentionBackend) == "LBNHC"
+
+
+def test_b101_on_cuda_a_block_is_in_one_piece(config, monkeypatch):
+    """There each descriptor costs a copy of its own."""
+    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    assert resolved(config, FlashAttentionBackend) == "BLHNC"
+    assert PDStoreConnector.get_required_kvcache_layout(config) == "BLHNC"
 
 
 def test_b101_a_backend_without_it_keeps_its_own(config):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import Counter, Gauge, Histogram
@@ -31,11 +32,13 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_pd.errors import ConfigError
 from vllm_pd.handover.reload import WEIGHT_CALLS
 from vllm_pd.store.blocks import BlockKey
+from vllm_pd.store.copies import DeviceCopies
 from vllm_pd.store.metrics import StoreFamilies
 from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.store import BlockStore
+from vllm_pd.store.worker import StoreWorker
 from vllm_pd.v1.plugin import register
-from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreStep
+from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreReport, StoreStep
 from vllm_pd.v1.store.stats import StoreStats
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 8, 2, 16, 64
@@ -177,6 +180,113 @@ def test_b104_a_step_of_the_second_runner_that_fails_puts_nothing(worker, monkey
     assert is_stored(worker, 1) and not is_stored(worker, 2) and not is_stored(worker, 3)
 
 
+class DeviceAtOnce:
+    """In the place of `CudaCache`: a device whose work is done when it is launched. It has two rows."""
+
+    rows = 2
+
+    def __init__(self, parts, buffer_bytes):
+        self._parts = [part.numpy() for part in parts]
+        self._buffer = [np.empty_like(part[:2]) for part in self._parts]
+
+    def use(self):
+        pass
+
+    def gather(self, block_ids, first_row):
+        for part, rows in zip(self._parts, self._buffer, strict=True):
+            rows[first_row:first_row + len(block_ids)] = part[list(block_ids)]
+
+    def copy_out(self, first_row, count, after):
+        pass
+
+    def copy_in(self, block_id, after):
+        pass
+
+    def wait(self, event):
+        pass
+
+    def row(self, row):
+        return [rows[row] for rows in self._buffer]
+
+    def loaded(self):
+        return [np.empty(part.shape[1], np.uint8) for part in self._parts]
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """The caches of the workers that are made from now on count as on a device."""
+    def copies(worker, settings, parts):
+        worker.on_device = True
+        return DeviceCopies(worker.store, DeviceAtOnce(parts, settings.pinned_bytes))
+
+    monkeypatch.setattr(StoreWorker, "_copies", copies)
+
+
+def report_after(number: int, ended: int, **step) -> KVConnectorOutput:
+    """What the worker says when so many blocks are in the store, or at the latest after 30 s."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        found = compute(number, **step) if step else step_without_tokens(number)
+        if found.kv_connector_worker_meta.ended >= ended or time.monotonic() > deadline_s:
+            return found
+        number, step = number + 1, {}
+
+
+def step_without_tokens(number: int) -> KVConnectorOutput:
+    empty = output_of(number, 1)
+    empty.kv_connector_metadata = StoreStep(number)
+    with mixin.KVConnectorModelRunnerMixin._get_kv_connector_output(empty) as output:
+        pass
+    return output
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in the forward pass"), SystemExit()], ids=["raises", "SIGTERM"])
+def test_b104_on_a_device_no_layer_reports_and_steps_that_fail_put_nothing(on_device, worker, error):
+    """B104: graphs run no Python, so what counts is whether an exception leaves the step."""
+    assert worker.get_handshake_metadata().rows == 2
+    assert report_after(1, 1, block=1, layers=0).kv_connector_worker_meta == StoreReport(1)
+    assert is_stored(worker, 1)
+    with pytest.raises(type(error)):
+        compute(100, 2, 0, error)
+    assert step_without_tokens(101).kv_connector_worker_meta == StoreReport(1, True)
+    assert not is_stored(worker, 2)
+
+
+def test_b104_the_second_runner_copies_blocks_out_before_it_samples(on_device, worker, monkeypatch):
+    """B104: so when EngineCore has the tokens, nobody reads the step's blocks any more. Once for each step."""
+    runner = object.__new__(second_runner.ActiveKVConnector)
+    runner.kv_connector, runner._disabled = worker, False
+    monkeypatch.setattr(second_runner, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(second_runner, "get_forward_context", lambda: None)
+    for number in (1, 2):
+        runner.pre_forward(output_of(number, number))
+        runner.finish_forward()
+        assert worker._worker.copies._sent == number
+        runner.post_forward(set())
+        assert worker._worker.copies._sent == number
+
+
+def test_b104_the_scheduler_sends_no_more_blocks_than_there_are_rows(on_device, make, worker):
+    """B104: the others come with later steps."""
+    scheduler = make(KVConnectorRole.SCHEDULER)
+    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+    scheduler.bind_kv_cache_manager(SimpleNamespace(get_block_ids=lambda request_id: ([1, 2, 3, 4, 5], )))
+    request = request_named("a", 1, 2, 3, 4, 5)
+    scheduler.on_new_request(request)
+
+    def put(before: int, tokens: int, ended: int | None) -> list[int]:
+        if ended is not None:
+            scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=StoreReport(ended)))
+        cached = SimpleNamespace(req_ids=["a"], num_computed_tokens=[before])
+        step = scheduler.build_connector_meta(SimpleNamespace(
+            total_num_scheduled_tokens=tokens, scheduled_new_reqs=[], scheduled_cached_reqs=cached,
+            num_scheduled_tokens={"a": tokens}))
+        return [block for _, block in step.puts]
+
+    assert put(0, 5 * TOKENS, None) == [1, 2] and put(5 * TOKENS, 1, 0) == []
+    assert put(5 * TOKENS + 1, 1, 1) == [3] and put(5 * TOKENS + 2, 1, 3) == [4, 5] and put(5 * TOKENS + 3, 1, 5) == []
+
+
 def test_a_step_without_tokens_computes_nothing_and_is_whole(worker):
     empty = output_of(1, 1)
     empty.kv_connector_metadata = StoreStep(1)
@@ -303,7 +413,7 @@ def test_b104_a_block_is_a_hit_if_each_rank_has_put_its_part(make):
     scheduler.on_new_request(request)
     both = [NamedBlock(*block_named(number)) for number in (1, 2)]
     for rank, worker in enumerate(workers):
-        for part in worker._worker._parts:
+        for part in worker._worker.copies._parts:
             part[:] = 10 + rank
         worker._worker.put(both[rank:])
         assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -316,7 +426,7 @@ def test_b104_a_block_is_a_hit_if_each_rank_has_put_its_part(make):
             with workers[1]._worker.store.arena.hold(BlockKey(shown.model, both[0].name), shown.slot_bytes) as held:
                 held.bytes[7] ^= 1
         for worker in workers:
-            for part in worker._worker._parts:
+            for part in worker._worker.copies._parts:
                 part[:] = 0
             worker.bind_connector_metadata(StoreStep(1))
             worker._worker.begin_loads({"a": both})
@@ -330,7 +440,7 @@ def test_b104_a_block_is_a_hit_if_each_rank_has_put_its_part(make):
             ended += [found.failed_recving] if found.finished_recving else []
         if not gone:
             for rank, worker in enumerate(workers):
-                assert all((part[1:3] == 10 + rank).all() for part in worker._worker._parts)
+                assert all((part[1:3] == 10 + rank).all() for part in worker._worker.copies._parts)
     assert ended == [set(), {"a"}]
 
 

@@ -583,7 +583,7 @@ def test_b104_an_engine_of_which_a_rank_uses_the_store_no_more_loads_nothing(mak
     engine, asked = make(threshold=1000), prompt(100)
     put(asked, 5)
     engine.scheduler.connector.update_connector_output(KVConnectorOutput(
-        kv_connector_worker_meta=with_peers.LoadReport(Counter(), set(), True)))
+        kv_connector_worker_meta=with_peers.LoadReport(Counter(), set(), with_peers.StoreReport(0, True))))
     engine.add("a", asked)
     engine.end()
     assert not engine.loads and engine.cached["a"] == 0

@@ -30,6 +30,7 @@ from vllm_pd.store.store import BlockStore
 from vllm_pd.v1.store import with_peers
 
 RANK = "what a rank says of itself"
+STOPPED = with_peers.StoreReport(0, True)
 
 
 class FakeRank:
@@ -108,7 +109,7 @@ def test_b104_a_step_that_fails_puts_nothing_and_neither_do_later_ones(worker):
     run(worker, 1, [1])
     with pytest.raises(RuntimeError):
         run(worker, 2, [2], error=RuntimeError("in the forward pass"), layers=NAMES[:-1])
-    assert run(worker, 3, [3]).kv_connector_worker_meta == with_peers.LoadReport(Counter(), set(), True)
+    assert run(worker, 3, [3]).kv_connector_worker_meta == with_peers.LoadReport(Counter(), set(), STOPPED)
     assert [is_stored(worker, block) for block in (1, 2, 3)] == [True, False, False]
     assert worker._rank.steps == [("begins", False), ("ends", 1, None), ("begins", True), ("ends", 2, RuntimeError),
                                   ("begins", False), ("ends", 3, None)]
@@ -162,12 +163,12 @@ def test_b104_b25_the_load_of_a_request_that_is_gone_stops(worker, monkeypatch):
 
 def test_b104_the_reports_of_several_ranks_with_one_step_are_added():
     """B104: by vLLM's own aggregator, in the form that it has for a connector. One rank's failure is that of all."""
-    reports = [with_peers.LoadReport(Counter(ended), failed, ended == "bc") for ended, failed in
+    reports = [with_peers.LoadReport(Counter(ended), failed, STOPPED if ended == "bc" else None) for ended, failed in
                (("ab", {"a"}), ("bc", set()), ("b", {"b"}))]
     outputs = [ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=one))
                for one in (reports[0], None, *reports[1:])]
     found = KVOutputAggregator(4).aggregate(outputs).kv_connector_output.kv_connector_worker_meta
-    assert found == with_peers.LoadReport(Counter(a=1, b=3, c=1), {"a", "b"}, True)
+    assert found == with_peers.LoadReport(Counter(a=1, b=3, c=1), {"a", "b"}, STOPPED)
 
 
 def test_the_handshake_has_both(worker):

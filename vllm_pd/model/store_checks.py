@@ -51,6 +51,10 @@ def check_store(config: VllmConfig) -> None:
                     "weight_transfer_config": config.weight_transfer_config}, STORE_FEATURES)
     check_model(config)
     check_parallel(config)
+    if parallel.tensor_parallel_size > 1 and config.device_config.device_type != "cpu":
+        raise ConfigError("tensor_parallel_size", parallel.tensor_parallel_size, "use 1 where the cache is on a GPU: "
+                          "ranks but the first may still copy a block out when the scheduler gives it to another "
+                          "request")
     if parallel.tensor_parallel_size > 1 and config.scheduler_config.async_scheduling:
         raise ConfigError("async_scheduling", True, "add --no-async-scheduling: after an error on one rank another "
                           "would take part of its next step for that of the present one, and put what comes of it")

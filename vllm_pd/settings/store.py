@@ -14,16 +14,19 @@ from vllm_pd.errors import ConfigError
 DEFAULT_FOLDER = f"/dev/shm/vllm-pd-store-{os.geteuid()}"  # /dev/shm is all users'
 DEFAULT_MEMORY_GIB = 4.0
 DEFAULT_FILE_GIB = 32.0
-KEYS = ("folder", "memory_gib", "file_folder", "file_gib")
+DEFAULT_PINNED_GIB = 0.25
+KEYS = ("folder", "memory_gib", "file_folder", "file_gib", "pinned_gib")
 
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """Where the store is and how large. `file_folder` None: there is no file tier. Made by `parse`."""
+    """Where the store is and how large. `file_folder` None: there is no file tier. `pinned_gib`: of host memory that a
+    rank with its cache on a GPU pins, and of that GPU's, for blocks on their way. Made by `parse`."""
     folder: str = DEFAULT_FOLDER
     memory_gib: float = DEFAULT_MEMORY_GIB
     file_folder: str | None = None
     file_gib: float = DEFAULT_FILE_GIB
+    pinned_gib: float = DEFAULT_PINNED_GIB
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> StoreSettings:
@@ -43,6 +46,11 @@ class StoreSettings:
     def memory_bytes(self) -> int:
         """The size of the arena."""
         return int(self.memory_gib * 2**30)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The size of each of the two buffers of a rank whose cache is on a GPU."""
+        return int(self.pinned_gib * 2**30)
 
     @property
     def file_bytes(self) -> int:

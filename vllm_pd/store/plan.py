@@ -52,6 +52,7 @@ class StorePlan:
         self._contains = contains
         self._clock = clock
         self._late_blocks = self._late_left = late_blocks
+        self._left: int | None = None  # of all that are put with this step; None: as many as there are
         self._requests: dict[str, _Tracked] = {}
 
     def __len__(self) -> int:
@@ -105,16 +106,17 @@ class StorePlan:
         tracked.loaded = range(tracked.first_load, tracked.first_load + tokens // self._block_size)
         return [NamedBlock(names[index], block_ids[index]) for index in tracked.loaded]
 
-    def begin_step(self) -> None:
-        """The `puts` that follow are those of one step."""
-        self._late_left = self._late_blocks
+    def begin_step(self, most: int | None = None) -> None:
+        """The `puts` that follow are those of one step. `most`: how many blocks they may name together."""
+        self._late_left, self._left = self._late_blocks, most
 
     def puts(self, request_id: str, names: Sequence[bytes], find_blocks: Callable[[], Sequence[int]],
              before_tokens: int, computed_tokens: int) -> list[NamedBlock]:
         """The blocks to put after a step that brings the request from `before_tokens` computed tokens to
         `computed_tokens`: those that it fills, and of earlier ones, which came from a peer, so many that the step does
-        not take long. The others are put with later steps. A block whose tokens are not all known yet has no name, and
-        is put later, too. `find_blocks` gives all blocks of the request; it is called only if needed."""
+        not take long; of all no more than `begin_step` was told. The others are put with later steps. A block whose
+        tokens are not all known yet has no name, and is put later, too. `find_blocks` gives all blocks of the request;
+        it is called only if needed."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return []
@@ -123,8 +125,10 @@ class StorePlan:
             return []
         missing = [index for index in range(first, full) if index not in tracked.loaded]
         late = sum(index < before_tokens // self._block_size for index in missing)
-        left_out = max(0, late - self._late_left)
-        self._late_left -= late - left_out
+        left_out = max(0, late - self._late_left, 0 if self._left is None else len(missing) - self._left)
+        self._late_left -= max(0, late - left_out)
+        if self._left is not None:
+            self._left -= len(missing) - left_out
         if left_out:
             missing = missing[:len(missing) - left_out]
             full = missing[-1] + 1 if missing else first

@@ -17,7 +17,7 @@ from vllm_pd.settings.engine import PDConfig
 from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.metrics import StoreMetrics
 from vllm_pd.store.view import StoreView
-from vllm_pd.store.worker import StoreWorker, block_parts, model_of
+from vllm_pd.store.worker import StoreWorker, byte_rows, model_of
 from vllm_pd.v0.checks import sample_cache
 from vllm_pd.v0.engine import Disaggregation
 from vllm_pd.v0.fingerprint import fingerprint
@@ -105,7 +105,7 @@ def _open_store(engine: LLMEngine, settings: StoreSettings, opened: contextlib.E
     config, caches = engine.vllm_config, engine.model_executor.driver_worker.worker.kv_cache[0]
     layout = sample_cache(config).layout.value
     model = model_of(fingerprint(config, layout), 0, vllm.__version__, weights_state(config))
-    worker = StoreWorker(settings, model, block_parts([plane for cache in caches for plane in cache]), ())
+    worker = StoreWorker(settings, model, byte_rows([plane for cache in caches for plane in cache]), ())
     opened.callback(worker.close)
     view = StoreView(settings, worker.slot_bytes, (model, ))
     opened.callback(view.close)

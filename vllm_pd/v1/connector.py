@@ -23,7 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_pd.model.layers import check_groups
 from vllm_pd.v1.binding import EngineHandover, StepMetadata
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
-from vllm_pd.v1.settings import served_name
+from vllm_pd.v1.settings import asked_layout, served_name
 from vllm_pd.v1.start import begin_handover
 
 if TYPE_CHECKING:
@@ -145,11 +145,8 @@ class PDConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """The order of the cache's axes that we ask for: heads before tokens, in which a range of heads is one run of a
-        block (`vllm_pd.transfer.layout`). vLLM takes another one where the attention backend has none of that name, or
-        VLLM_KV_CACHE_LAYOUT says so. A transfer between engines of different tensor-parallel sizes then needs a
-        descriptor for each token. With MLA there is one head."""
-        return None if vllm_config.model_config.use_mla else "LBHNC"
+        """The order of the cache's axes that we ask for."""
+        return asked_layout(vllm_config)
 
     # Either role.
 

@@ -167,6 +167,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorBase_V1.build_connector_worker_meta", _STORE, exactly=()),
         Required("KVConnectorBase_V1.bind_connector_metadata", _STORE, exactly=("connector_metadata", )),
         Required("KVConnectorBase_V1.clear_connector_metadata", _STORE, exactly=()),
+        Required("KVConnectorBase_V1.finish_forward", _STORE, exactly=()),
         Required("KVConnectorBase_V1.save_kv_layer", _STORE, takes=("layer_name", "kv_layer", "attn_metadata")),
         Required("KVConnectorBase_V1._get_connector_metadata", "the number of the step, in a worker", takes=()),
         Required("KVConnectorBase_V1._kv_cache_config", "the groups of the cache"),

@@ -72,3 +72,14 @@ def served_name(vllm_config: VllmConfig) -> str:
     """The model's name on /metrics."""
     name = vllm_config.model_config.served_model_name
     return name if isinstance(name, str) else name[0]
+
+
+def asked_layout(vllm_config: VllmConfig) -> str | None:
+    """The order of the cache's axes that our connectors ask for: heads before tokens, in which a range of heads is one
+    run of a block (`vllm_pd.transfer.layout`). On CUDA blocks stand outermost, for there each descriptor is a copy of
+    its own, and a block is one then instead of one for each layer (docs/gpu.md). vLLM takes another order where the
+    attention backend has none of that name, or VLLM_KV_CACHE_LAYOUT says so. If tokens come first, a transfer between
+    engines of different tensor-parallel sizes needs a descriptor for each token. With MLA there is one head."""
+    if vllm_config.model_config.use_mla:
+        return None
+    return "BLHNC" if vllm_config.device_config.device_type == "cuda" else "LBHNC"

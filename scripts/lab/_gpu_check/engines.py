@@ -17,7 +17,7 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -334,8 +334,10 @@ def stock_answers(run: PartRun, count: int, v1: bool) -> None:
 
 
 @contextmanager
-def started(run: PartRun, arm: Any, arguments: Sequence[str]) -> Iterator[RunningPair]:
-    """Inside the `with` block the arm's engines are ready. Raises PDError where one does not start."""
+def started(run: PartRun, arm: Any, arguments: Sequence[str],
+            pd: Mapping[str, Any] | None = None) -> Iterator[RunningPair]:
+    """Inside the `with` block the arm's engines are ready, with these settings of PDConnector beside our own. Raises
+    PDError where one does not start."""
     from vllm_pd.bench.serve.arms import FleetSettings, plan_arm
     from vllm_pd.bench.serve.fleets import running
     from vllm_pd.model.installation import World, find_installation
@@ -343,7 +345,7 @@ def started(run: PartRun, arm: Any, arguments: Sequence[str]) -> Iterator[Runnin
 
     v1 = find_installation().world is World.PLUGIN
     gpu = run.settings.device == "cuda"
-    settings = FleetSettings(run.settings.model, pd={"max_local_prefill_tokens": MAX_LOCAL_TOKENS},
+    settings = FleetSettings(run.settings.model, pd={"max_local_prefill_tokens": MAX_LOCAL_TOKENS, **(pd or {})},
                              serve_args=(*engine_arguments(run, v1), *arguments),
                              cores=tuple(sorted(os.sched_getaffinity(0))), gpus=(default_gpu(), ) if gpu else (), v1=v1)
     plan = plan_arm(arm, settings)

@@ -4,19 +4,20 @@
 #
 #     bash KIT/device.sh [CHAPTER...]         default: first together speed
 #
-#     first     do the carried kernels and NIXL work, the transfer rate, gpu_check's bits, order and rates: 174 s on an
-#               H200 without rates
+#     first     do the carried kernels and NIXL work, the transfer rate, gpu_check's bits, order, rates and store-copies:
+#               200 s on an H200
 #     warm      the small model's weights, and vLLM's note of its class; the chapters below do it first, once
-#     together  gpu_check with engines, side by side: stock, b1, runner-v2, blocks-first, death: 106 s on an
-#               H200 without blocks-first
+#     together  gpu_check with engines, side by side: stock, b1, runner-v2, store, death: 118 s on an H200 with
+#               blocks-first in the place of store
 #     speed     pauses with and without disaggregation, a model of real shape with dummy weights
 #     nixl      the same beside upstream's NixlConnector
 #     checks    gpu_check with engines, one after the other, for a machine with time; PARTS="b1 serve" are only these
 #     smoke     when `together` fails: finds arguments with which a stock engine starts; later chapters use them
 #
 # Variables: LIMIT, seconds for each chapter with its end; OUT (build/gpu), the results, renewed every 15 s; DEST (/tmp/kit), what
-# was unpacked and made, for later calls; PYTHON (python3). For speed and nixl: SHAPE (8b), SECONDS_EACH (15), EAGER=1,
-# ARMS ("pd single mixed-rr alone" for speed, "pd-first nixl" for nixl). A chapter that starts removes its old results.
+# was unpacked and made, for later calls; PYTHON (python3). For speed and nixl: SHAPE (8b), SECONDS_EACH (15), EAGER=1 or
+# DECODE_GRAPHS=1 (graphs of decode steps alone, without torch.compile: starts sooner than with vLLM's default), ARMS ("pd
+# single mixed-rr alone" for speed, "pd-first nixl" for nixl). A chapter that starts removes its old results.
 # The exit status: 0, or 1 where a chapter failed, or 2 where the kit does not fit this machine.
 # shellcheck disable=SC2329  # chapters are called by their names
 set -uo pipefail
@@ -102,7 +103,7 @@ first() {
     limited 60 "$python" "$here/transfer_rate.py" --json "$OUT/transfer_rate.json" 2>&1 |
         tee "$logs/transfer_rate.log" || failed=1
     say "transfer rate"
-    limited 190 "$python" scripts/lab/gpu_check.py --part bits --part order --part rates --budget-s 180 \
+    limited 190 "$python" scripts/lab/gpu_check.py --part bits --part order --part rates --part store-copies --budget-s 180 \
         --out "$logs/transfers" || failed=1
     return "$failed"
 }
@@ -128,25 +129,26 @@ gpu_check() { # gpu_check NAME ARGUMENT...: with engines, within what is left of
     limited "$(left_s)" "$python" scripts/lab/gpu_check.py --model "$model" --budget-s "$(left_s 15)" \
         --out "$logs/$name" "$@"
 }
-together() { gpu_check together --at-once --part b1 --part runner-v2 --part blocks-first --part death; }
+together() { gpu_check together --at-once --part b1 --part runner-v2 --part store --part death; }
 checks() {
     local part parts=()
-    for part in ${PARTS:-b1 runner-v2 blocks-first death serve}; do parts+=(--part "$part"); done
+    for part in ${PARTS:-b1 runner-v2 store death serve}; do parts+=(--part "$part"); done
     gpu_check checks "${parts[@]}"
 }
 
 bench() { # bench NAME ARM...
-    local name=$1 arm arms=() extra eager=()
+    local name=$1 arm arms=() extra steps=()
     shift
     for arm in "$@"; do arms+=(--arm "$arm"); done
-    [ -z "${EAGER:-}" ] || eager=(--enforce-eager)
+    [ -z "${EAGER:-}" ] || steps=(--enforce-eager)
+    [ -z "${DECODE_GRAPHS:-}" ] || steps=('--compilation-config={"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY"}')
     warm && make_model "${SHAPE:-8b}" --bare || return 1
     engine_arguments
     limited "$(left_s)" "$python" -m vllm_pd.cli bench serve "$DEST/models/${SHAPE:-8b}" "${arms[@]}" --rounds 1 \
         --duration-s "${SECONDS_EACH:-15}" --stream 8 --long-tokens 6000 --long-every-s 2 --answer-tokens 200 \
         --warm-up 1 --timeout-s 120 --log "$logs/${name}_engines.log" --picture "$OUT/$name.png" \
         --output "$OUT/$name.json" -- --dtype bfloat16 --load-format dummy --max-model-len 8192 --max-num-seqs 32 \
-        --kv-cache-memory-bytes 8589934592 --gpu-memory-utilization 0.4 ${eager[@]+"${eager[@]}"} \
+        --kv-cache-memory-bytes 8589934592 --gpu-memory-utilization 0.4 ${steps[@]+"${steps[@]}"} \
         ${extra[@]+"${extra[@]}"} >"$logs/$name.log" 2>&1
     local status=$?
     tail -40 "$logs/$name.log"

@@ -7,6 +7,7 @@ waits as one that waits for a peer does (V1's asynchronous load). Worker role: `
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,9 @@ from vllm_pd.model.store_checks import check_store
 from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.plan import LATE_BYTES, NamedBlock, StorePlan
 from vllm_pd.store.view import StoreView
-from vllm_pd.store.worker import StoreWorker, block_parts, model_of
+from vllm_pd.store.worker import StoreWorker, byte_rows, model_of
 from vllm_pd.v1.features import scores_prompt
-from vllm_pd.v1.settings import served_name
+from vllm_pd.v1.settings import asked_layout, served_name
 from vllm_pd.v1.store.stats import StorePromMetrics, StoreStats
 
 if TYPE_CHECKING:
@@ -48,9 +49,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoreHandshake(KVConnectorHandshakeMetadata):
-    """What a rank tells EngineCore: by which name its parts of blocks are stored, and their size."""
+    """What a rank tells EngineCore: by which name its parts of blocks are stored, their size, and how many may be on
+    their way to the store; None: none ever is."""
     model: bytes
     slot_bytes: int
+    rows: int | None = None
 
 
 @dataclass
@@ -63,12 +66,17 @@ class StoreStep(KVConnectorMetadata):
     stops: bool = False  # whether this engine uses the store no more
 
 
-class StoreStopped(KVConnectorWorkerMetadata):
-    """A rank uses the store no more: its weights are loaded anew, or a step of it was not computed whole."""
+@dataclass
+class StoreReport(KVConnectorWorkerMetadata):
+    """What a rank says with a step. `ended`: of all blocks that it was told to put, how many are on their way no more.
+    `has_stopped`: it uses the store no more, for its weights are loaded anew, or a step of it was not computed whole.
+    """
+    ended: int = 0
+    has_stopped: bool = False
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreStopped:
-        """One rank is enough."""
-        return self
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> StoreReport:
+        """This one and another rank's."""
+        return StoreReport(min(self.ended, other.ended), self.has_stopped or other.has_stopped)
 
 
 class PDStoreConnector(KVConnectorBase_V1):
@@ -89,6 +97,9 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._requests: dict[str, Request] = {}
         self._loads: dict[str, list[NamedBlock]] = {}
         self._steps = 0
+        self._rows: int | None = None
+        self._sent = self._ended = 0  # blocks to put, and of these the ones that are on their way no more
+        self._put_step: StoreStep | None = None  # the last one whose blocks the worker has put
         self.ranks = 1  # of the engine
         self.owner: KVConnectorBase_V1 = self  # the connector that V1 knows
 
@@ -102,6 +113,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         if len(models) != self.ranks or len(sizes) > 1:
             raise ConfigError("tensor_parallel_size", self.ranks, "each rank must have its part of a block, all of one "
                               f"size: there are {len(models)}, of {sorted(sizes)} bytes")
+        self._rows = min((theirs.rows for theirs in metadata.values() if theirs.rows is not None), default=None)
         self._view = StoreView(self._settings, *sizes, models)
         self._plan = StorePlan(self._block_size, self._view.contains, max(1, LATE_BYTES // min(sizes)))
 
@@ -161,7 +173,7 @@ class PDStoreConnector(KVConnectorBase_V1):
             return step
         step.loads, self._loads = {one: [tuple(block) for block in blocks] for one, blocks in self._loads.items()}, {}
         cached = scheduler_output.scheduled_cached_reqs
-        self._plan.begin_step()
+        self._plan.begin_step(None if self._rows is None else self._rows - (self._sent - self._ended))
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for request_id, before in computed.items():
@@ -170,16 +182,23 @@ class PDStoreConnector(KVConnectorBase_V1):
                 after = before + scheduler_output.num_scheduled_tokens[request_id]
                 step.puts += map(tuple, self._plan.puts(request_id, self._names(request), lambda one=request_id:
                                                         self._manager.get_block_ids(one)[0], before, after))
+        self._sent += len(step.puts)
         return step
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What the workers reported, when the last of them did: a load that failed on any rank is not tried again. If a
         rank uses the store no more, this engine does not either."""
-        if connector_output.kv_connector_worker_meta is not None:
-            self.reset_cache()
+        if (report := connector_output.kv_connector_worker_meta) is not None:
+            self.take_report(report)
         if self._plan is not None:
             for request_id in connector_output.failed_recving or ():
                 self._plan.failed(request_id)
+
+    def take_report(self, report: StoreReport) -> None:
+        """What all ranks have said with a step."""
+        self._ended = max(self._ended, report.ended)
+        if report.has_stopped:
+            self.reset_cache()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended."""
@@ -193,6 +212,13 @@ class PDStoreConnector(KVConnectorBase_V1):
         it stays, and this engine stops using it. What it loads at present fails."""
         self._plan, self._requests = None, {}
         return True
+
+    # EngineCore, before the caches are allocated.
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """As PDConnector asks for, so that engines of both find each other's blocks."""
+        return asked_layout(vllm_config)
 
     # The worker role.
 
@@ -211,8 +237,8 @@ class PDStoreConnector(KVConnectorBase_V1):
                                      block_size=self._block_size)
         ours = fingerprint(self._config, description, engine_name(self._config, views))
         model = model_of(ours, self._config.parallel_config.rank, vllm.__version__, weights_state(self._config))
-        self._worker = StoreWorker(self._settings, model, block_parts(list(views.values())), list(views))
-        self._handshake = StoreHandshake(model, self._worker.slot_bytes)
+        self._worker = StoreWorker(self._settings, model, byte_rows(list(views.values())), list(views))
+        self._handshake = StoreHandshake(model, self._worker.slot_bytes, self._worker.copies.rows)
         stop_before_reload(self._worker)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -223,17 +249,17 @@ class PDStoreConnector(KVConnectorBase_V1):
         """The step has ended, perhaps with an exception: put what it filled if it was computed whole, begin its loads,
         report those that have ended."""
         step = self._get_connector_metadata()
-        if step.stops:
-            self._worker.stop("the cache was reset")
-        self._worker.end_step(step.number, step.has_tokens, [NamedBlock(*one) for one in step.puts])
+        self._end_step(step)
         self._worker.stop_loads(finished_req_ids)
         self._worker.begin_loads({one: [NamedBlock(*block) for block in blocks] for one, blocks in step.loads.items()})
         ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """With the step's output: whether the store is used no more. Until EngineCore says so itself."""
-        return None if self._worker.is_on or self._get_connector_metadata().stops else StoreStopped()
+        """With the step's output: how many blocks have been put, where they are put behind the steps; and whether the
+        store is used no more, until EngineCore says so itself."""
+        has_stopped = not (self._worker.is_on or self._get_connector_metadata().stops)
+        return StoreReport(self._worker.copies.ended, has_stopped) if has_stopped or self._worker.on_device else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Our figures since the last call."""
@@ -249,6 +275,11 @@ class PDStoreConnector(KVConnectorBase_V1):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """A layer's part of the step is computed. Whole blocks are put after the step."""
         self._worker.steps.layer_computed(self._get_connector_metadata().number, layer_name)
+
+    def finish_forward(self) -> None:
+        """Model runner V2: the forward pass was launched, and nothing was sampled yet (`vllm_pd.store.copies`)."""
+        if self._worker.on_device:
+            self._end_step(self._get_connector_metadata())
 
     def wait_for_save(self) -> None:
         """Nothing."""
@@ -279,6 +310,16 @@ class PDStoreConnector(KVConnectorBase_V1):
     def debug_state(self) -> dict[str, int]:
         """For tests alone: how many requests are known here, and how many to the plan."""
         return {"requests": len(self._requests), "planned": len(self._plan or ())}
+
+    def _end_step(self, step: StoreStep) -> None:
+        """Once for each step: put what it filled."""
+        if step is self._put_step:
+            return
+        self._put_step = step
+        if step.stops:
+            self._worker.stop("the cache was reset")
+        self._worker.end_step(step.number, step.has_tokens, [NamedBlock(*one) for one in step.puts],
+                              sys.exc_info()[0] is not None)
 
     def _names(self, request: Request) -> list[bytes]:
         """The chain hashes of the request's full blocks; none where V1 hashes in another unit."""

@@ -28,7 +28,7 @@ from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import served_name
 from vllm_pd.v1.start import begin_handover
-from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreStep
+from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreReport, StoreStep
 from vllm_pd.v1.store.handover import HandoverWithStore
 from vllm_pd.v1.store.stats import StorePromMetrics
 
@@ -66,14 +66,16 @@ class PairedStep(StepMetadata):
 @dataclass
 class LoadReport(KVConnectorWorkerMetadata):
     """By request: on how many ranks its load has ended, of those that report with one step. And those of them whose
-    load failed on any. `has_stopped`: whether any of these ranks uses the store no more."""
+    load failed on any. `store`: what is reported without peers, too."""
     ended: Counter[str]
     failed: set[str]
-    has_stopped: bool = False
+    store: StoreReport | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
         """This one and another rank's."""
-        return LoadReport(self.ended + other.ended, self.failed | other.failed, self.has_stopped or other.has_stopped)
+        both = (self.store.aggregate(other.store) if self.store is not None and other.store is not None else
+                self.store or other.store)
+        return LoadReport(self.ended + other.ended, self.failed | other.failed, both)
 
 
 class PairedPromMetrics(HandoverPromMetrics):
@@ -143,8 +145,8 @@ class PDConnectorWithStore(PDConnector):
         """What the workers reported."""
         report = connector_output.kv_connector_worker_meta
         if report is not None:
-            if report.has_stopped:
-                self._store.reset_cache()
+            if report.store is not None:
+                self._store.take_report(report.store)
             self.binding.loads_ended(report.ended, report.failed)
 
     def has_pending_push_work(self) -> bool:
@@ -186,12 +188,17 @@ class PDConnectorWithStore(PDConnector):
         """A layer's part of the step is computed."""
         self._store.save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
 
+    def finish_forward(self) -> None:
+        """Model runner V2: the forward pass was launched."""
+        super().finish_forward()
+        self._store.finish_forward()
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The step has ended, perhaps with an exception. Nothing is reported here."""
         loads = self._store.get_transfer_results(finished_req_ids)
-        has_stopped = self._store.build_connector_worker_meta() is not None
-        self._report = (LoadReport(Counter(loads.finished_recving), loads.failed_recving, has_stopped)
-                        if loads.finished_recving or has_stopped else None)
+        report = self._store.build_connector_worker_meta()
+        self._report = (LoadReport(Counter(loads.finished_recving), loads.failed_recving, report)
+                        if loads.finished_recving or report is not None else None)
         return super().get_transfer_results(finished_req_ids)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
