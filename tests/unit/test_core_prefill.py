@@ -3,9 +3,12 @@
 import msgspec
 import pytest
 
+from vllm_pd.peer.core import PeerCore
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
+from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
 from vllm_pd.protocol.prefill import JobState, PrefillLimits, PrefillProtocol
+from vllm_pd.settings.engine import PDConfig
 
 BLOCK = 16
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")
@@ -188,6 +191,26 @@ def test_claims_are_repeated_then_given_up_with_a_word(side):
     assert failed.message == m.Failed(ONE, 1, failed.message.reason)  # D may have granted it
     assert (connect, hello) == (Connect("d", D.address), ToDecode("d", side.hello))
     assert side.receive(6.0, "d", grant()) == [] and side.dropped["grant_unknown"] == 1
+
+
+def test_b110_no_other_process_can_guess_a_claim_number():
+    """B110: who names a claim may end it. An engine draws each anew, and D takes no word about another one."""
+    config = PDConfig.parse("kv_producer", {"broker": "tcp://127.0.0.1:5700"})
+    p = PeerCore(config, member("p", m.Role.PREFILL), b"p", lambda: 0.0).prefill_half
+    p.members_are(0.0, [D])
+    p.receive(0.0, "d", m.HelloReply(D, b"memory"))
+    claims = [p.offer(0.0, job(number))[0].message.claim for number in range(32)]
+    assert len({claim >> 20 for claim in claims}) == 32 and max(claims).bit_length() > 50
+    d = DecodeProtocol(D, b"d", DecodeLimits())
+    d.receive(0.0, "p", m.Hello(p.member, b"p"))
+    d.submit(0.0, ONE, TOKENS, [5, 6, 9], 0)
+    assert d.receive(0.0, "p", m.Claim(ONE, claims[0], 1))[0].message.claim == claims[0]
+    for number in (0, 1, 2, claims[1]):
+        d.receive(0.0, "p", m.Failed(ONE, number, "forged"))
+        d.receive(0.0, "p", m.Stopped(ONE, number))
+        assert d.fenced() == {ONE: "p"}
+    d.receive(0.0, "p", m.Failed(ONE, claims[0], "by P"))
+    assert not d.fenced()
 
 
 def test_a_new_claim_never_takes_the_grant_of_an_older_one(side):

@@ -213,6 +213,12 @@ def test_an_address_of_another_machine(loads, tmp_path):
     assert_refused(config, loads, "bind='tcp://203.0.113.7:0'.*address of its own")
 
 
+def test_a_broker_on_another_machine_needs_an_address_that_others_reach(loads, tmp_path):
+    keys = str(Keys.make(tmp_path / "cluster.keys"))
+    config = configuration({"broker": "tcp://203.0.113.7:5700", "keys": keys})
+    assert_refused(config, loads, "bind='tcp://127.0.0.1:0'.*the broker is at 203.0.113.7.*an address of its own")
+
+
 @pytest.mark.parametrize("seats, fraction, words", [
     (1, 0.5, "max_num_seqs=1 .*kv_both.*at least 2"), (1, 0.1, "max_num_seqs=1 "),
     (2, 1.0, "max_parked_fraction=1.0 .*at most 0.5"), (16, 1.0, "max_parked_fraction=1.0 .*at most 0.937"),

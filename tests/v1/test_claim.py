@@ -6,6 +6,7 @@ import pickle
 import socket
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import uvicorn
 from fastapi import FastAPI
@@ -19,6 +20,7 @@ from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
 from vllm_pd.model import checks
+from vllm_pd.model.checks import check_meeting
 from vllm_pd.model.source_names import Required
 from vllm_pd.model.store_checks import check_store
 from vllm_pd.rpc.ports import take_free_run
@@ -461,6 +463,21 @@ def test_b80_a_port_in_use():
         bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="bind=.*in use"):
             configure(transfer(extra={**BROKER, "bind": bind}))
+
+
+@pytest.mark.parametrize("broker", ["tcp://203.0.113.7:5700", "nats://127.0.0.1:4222,nats://203.0.113.7:4222"])
+def test_b80_a_broker_on_another_machine_needs_an_address_that_others_reach(broker):
+    """B80: engines there would be told 127.0.0.1."""
+    with pytest.raises(ConfigError, match="bind='tcp://127.0.0.1:0'.*broker is at 203.0.113.7.*an address of its own"):
+        check_meeting("tcp://127.0.0.1:0", broker)
+    check_meeting("tcp://10.0.0.5:0", broker)
+
+
+def test_b80_a_broker_of_this_machine_may_have_any_of_its_addresses():
+    own = [one.address for addresses in psutil.net_if_addrs().values() for one in addresses
+           if one.family is socket.AF_INET]
+    for host in [*own, "a-name"]:
+        check_meeting("tcp://127.0.0.1:0", f"tcp://{host}:5700")
 
 
 def test_b80_an_engine_that_the_plugin_did_not_prepare():

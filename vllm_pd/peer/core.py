@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
+CLAIM_BITS = 62  # as many as `messages.Count` has
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -46,7 +49,8 @@ class PeerCore:
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
             ttl_s=config.ttl_s, own_fence=config.is_two_sided), self.parted)
         self.prefill_half = PrefillProtocol(member, transfer_metadata, PrefillLimits(
-            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self.parted, self.decode_half.reads)
+            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self.parted, self.decode_half.reads,
+            lambda last: secrets.randbits(CLAIM_BITS))
         self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
         self.credits = JobCredits(config.max_prefill_tokens)
         self.refusal = ""  # why every job is refused

@@ -82,7 +82,10 @@ class PrefillProtocol:
     decodes, too."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits,
-                 parted: set[str] | None = None, reads: HoldReads | None = None):
+                 parted: set[str] | None = None, reads: HoldReads | None = None,
+                 next_claim: Callable[[int], int] = lambda last: last + 1):
+        """`next_claim` draws a claim number, from the last one: one that no other process can guess, for who names a
+        claim may end it."""
         self.member = member
         self.limits = limits
         self.counters: m.Counters = collections.Counter()
@@ -96,7 +99,8 @@ class PrefillProtocol:
         self.hello = m.Hello(member, transfer_metadata)
         self._peering = Peering(self.hello, limits, self.dropped)
         self.renews = True  # False: the engine does not answer, so the leases of its jobs are to end
-        self._claims = 0
+        self._last_claim = 0
+        self._next_claim = next_claim
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.HelloReply: self._on_hello_reply,
             m.Refused: self._on_refused,
@@ -417,8 +421,7 @@ class PrefillProtocol:
         return self._peering.refuse(peer)
 
     def _claim(self, now: float, job: _OfferedJob) -> list[Action]:
-        self._claims += 1
-        job.claim = self._claims
+        job.claim = self._last_claim = self._next_claim(self._last_claim)
         job.state = JobState.CLAIMING
         job.claimed_at = now
         job.next_claim = now + self.limits.claim_retry_s

@@ -2,8 +2,9 @@
 """The few kinds of ZMQ sockets used here, all bounded and none of them ever blocking.
 
 Servers are ROUTERs that report an unreachable peer. Clients are DEALERs; the one to the broker queues only on a
-connection that stands, so that a send to a broker that is away fails at once. With keys a server speaks only to clients
-with the same ones, and a client only to such a server; the context then needs a `Gate`.
+connection that stands, so that a send to a broker that is away fails at once, and gives one up that is silent. With
+keys a server speaks only to clients with the same ones, and a client only to such a server; the context then needs a
+`Gate`.
 """
 import contextlib
 import os
@@ -25,6 +26,10 @@ HANDSHAKE_MS = 2000
 # a firewall refuses new connections in a peer's place, the open one shows that the peer lives (`peer.liveness.rules`).
 KEEPALIVE_S = 30
 KEEPALIVE_PROBES = 30
+# To the broker, whose open connection proves nothing. After a cut TCP's own retries may come half a minute apart.
+HEARTBEAT_MS = 1000
+SILENT_MS = 5000  # libzmq's threads answer, so a busy process is not silent
+CONNECT_MS = 2000
 
 
 class SendResult(Enum):
@@ -78,8 +83,14 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.
 
 def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
-    connection stands; else a bounded number of messages waits for it. Raises zmq.ZMQError for a bad address."""
+    connection stands, and one whose other end is silent for SILENT_MS is replaced; else a bounded number of messages
+    waits for it, for as long as TCP does. Raises zmq.ZMQError for a bad address."""
     socket = _dealer(context, address, only_connected, keys)
+    if only_connected:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)  # the broker forgets the old connection as soon
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     try:
         socket.connect(address)
     except zmq.ZMQError:

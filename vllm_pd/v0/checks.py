@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd.decisions.policy import most_parked_requests
 from vllm_pd.errors import ConfigError
-from vllm_pd.model.checks import check_bind, check_memory, check_model, check_nixl, check_parallel
+from vllm_pd.model.checks import check_bind, check_meeting, check_memory, check_model, check_nixl, check_parallel
 from vllm_pd.model.fingerprint import pin_weights, short_rope_tokens
 from vllm_pd.protocol.messages import Role
 from vllm_pd.settings.engine import PDConfig
@@ -42,6 +42,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
         check_store(config)
     check_memory()
     check_bind(ours.bind)
+    check_meeting(ours.bind, ours.broker)
     pin_weights(config)
     sample_cache(config)
     if not ours.is_two_sided:

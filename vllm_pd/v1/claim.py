@@ -22,6 +22,7 @@ from vllm_pd.model.checks import (
     check_executor,
     check_features,
     check_limits,
+    check_meeting,
     check_memory,
     check_model,
     check_nixl,
@@ -155,6 +156,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     if parallel.data_parallel_size > 1 and not ours.bind.endswith(":0"):
         raise ConfigError("bind", ours.bind, "write port 0: each data-parallel rank listens at a port of its own")
     check_bind(ours.bind)
+    check_meeting(ours.bind, ours.broker)
     require_free_bind(ours.bind)
     check_ports(config)
     pin_weights(config)
