@@ -19,7 +19,7 @@ import zmq
 from tests.fakes.event_engine import FakeEngine
 from tests.fakes.faulty_engine import Fault, FaultyEngine, serving
 from tests.router.holding import index_of, with_index
-from vllm_pd.broker.members import Access
+from vllm_pd.broker.members import Access, MemberList
 from vllm_pd.broker.server import Broker
 from vllm_pd.errors import ConfigError
 from vllm_pd.protocol import messages as m
@@ -813,7 +813,7 @@ class TestMembership:
         def census(*_, **__):
             if errors:
                 raise errors.pop()
-            return SimpleNamespace(members=[self.member("a", "http://h:1")])
+            return MemberList((self.member("a", "http://h:1"), ), 0)
 
         monkeypatch.setattr(membership_module, "list_members", census)
         async with self.following(broker="tcp://127.0.0.1:1", registry_period_s=0.02) as (membership, workers):

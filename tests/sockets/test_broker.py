@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue and the registry, first pure, then behind a real socket."""
+import contextlib
 import random
 import time
 
@@ -240,8 +241,11 @@ class Raw:
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.connect(address)
 
-    def ask(self, sender, message):
+    def say(self, sender, message):
         self.socket.send(codec.encode(sender, message))
+
+    def ask(self, sender, message):
+        self.say(sender, message)
         return self.answer()
 
     def answer(self):
@@ -327,6 +331,46 @@ def test_a_broker_that_is_always_late_looks_all_the_same(broker, raw, clock):
         broker._poller.waker.set()
         time.sleep(0.01)
     assert broker.counts()["slept"] >= 1
+
+
+def test_b110_a_name_belongs_to_the_first_connection_that_stands(broker, clock, caplog):
+    """B110: nobody else takes its jobs, speaks for it or makes it leave; when the connection is gone, another may."""
+    with contextlib.ExitStack() as closing:
+        p, d, thief = (closing.enter_context(contextlib.closing(Raw(broker.address))) for _ in range(3))
+        p.ask("p", m.Register(member("p", m.Role.PREFILL)))
+        d.ask("d", m.Register(member("d", m.Role.DECODE)))
+        for message in (m.Register(member("p", m.Role.DECODE)), m.Credit(8, 0), m.Leave()):
+            thief.say("p", message)
+        wait_for(lambda: broker.counts().get("name_taken") == 3)
+        assert {one.incarnation: one.role for one in broker.members()} == {"p": m.Role.PREFILL, "d": m.Role.DECODE}
+        assert caplog.text.count("something else uses the name of engine p") == 1
+        p.socket.close()
+        deadline = time.monotonic() + 60
+        while not thief.socket.poll(200):
+            thief.say("p", m.Register(member("p", m.Role.PREFILL)))
+            assert time.monotonic() < deadline
+        d.say("d", m.Put(job(1)))
+        thief.say("p", m.Credit(1, 0))
+        while not isinstance(thief.answer(), m.Offer):
+            pass
+
+
+def test_b110_without_keys_no_member_is_beyond_the_loopback(raw, broker, caplog):
+    """B110: a forged one would make others connect there."""
+    elsewhere = msgspec.structs.replace(member("p", m.Role.PREFILL), address="tcp://203.0.113.7:1")
+    assert raw.ask("p", m.Register(elsewhere)) == m.Refused("keys", "none, so no address beyond the loopback",
+                                                            "tcp://203.0.113.7:1")
+    hidden = msgspec.structs.replace(member("p", m.Role.PREFILL), lifeline="tcp://203.0.113.7:2")
+    assert isinstance(raw.ask("p", m.Register(hidden)), m.Refused)
+    assert broker.members() == [] and broker.counts()["beyond_loopback"] == 2
+    assert caplog.text.count("engine p is refused: keys") == 1
+    assert Registry("b", BOUNDS).receive(0.0, "p", m.Register(elsewhere))[0][1].members == [elsewhere]
+
+
+def test_b110_a_full_registry_says_so():
+    registry = registered(member("d", m.Role.DECODE), limits=QueueLimits(max_members=1))
+    assert registry.receive(0.0, "p", m.Register(member("p", m.Role.PREFILL))) == [
+        ("p", m.Refused("members", "1", "one more"))]
 
 
 def test_b42_other_protocol_is_answered_with_both_versions(raw):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B26: when a broker counts as away."""
 
+import msgspec
 import pytest
 
 from vllm_pd.peer.cluster import SILENT_HEARTBEATS, ClusterView
@@ -35,3 +36,15 @@ def test_b26_a_broker_is_not_silent_while_nobody_listens(cluster):
     cluster.check(150.0)
     assert cluster.up
     assert away_at(cluster, 150.0) == pytest.approx(150.0 + SILENT_HEARTBEATS - 1, abs=0.11)
+
+
+@pytest.mark.parametrize("address, stays", [
+    ("tcp://127.0.0.1:1", True), ("tcp://[::1]:1", True), ("tcp://203.0.113.7:1", False), ("tcp://somewhere:1", False),
+    ("tcp://localhost:1", False), ("tcp://127.0.0.1.evil.example:1", False), ("tcp://[::1:1", False), ("", True)])
+def test_b110_without_keys_members_beyond_the_loopback_are_left_out(address, stays):
+    """B110: whoever the broker is. An engine's own address is never a name."""
+    theirs = msgspec.structs.replace(MEMBER, incarnation="p", address=address)
+    for local_only, listed in ((True, stays), (False, True)):
+        cluster = ClusterView(MEMBER, 1.0, 60.0, local_only)
+        cluster.peers(m.Peers("b", 1, [theirs], 0))
+        assert bool(cluster.members()) is listed

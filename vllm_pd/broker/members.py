@@ -4,6 +4,7 @@
 import time
 from dataclasses import dataclass
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -13,6 +14,7 @@ from vllm_pd.protocol.messages import Member, Peers
 from vllm_pd.rpc.addresses import parse_endpoint, parse_nats
 from vllm_pd.rpc.call import Call
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.locality import is_here
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.settings.options import Option
@@ -25,6 +27,17 @@ class MemberList:
     """The engines that are registered at a broker, and the number of jobs in its queue."""
     members: tuple[Member, ...]
     queue_length: int
+    elsewhere: tuple[str, ...] = ()  # addresses of those that are left out: of other machines, and there are no keys
+
+    def on_this_machine(self) -> "MemberList":
+        """Without the engines that have an address of another machine. May ask a name server."""
+        here = tuple(one for one in self.members if not _foreign(one))
+        return MemberList(here, self.queue_length, tuple(where for one in self.members for where in _foreign(one)[:1]))
+
+
+def _foreign(member: Member) -> list[str]:
+    hosts = [(url, urlsplit(url).hostname) for url in (member.address, member.lifeline, member.http) if url]
+    return [url for url, host in hosts if not (host and is_here(host))]
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,8 @@ class Access:
 def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
                  key: str = "--broker", context: zmq.Context | None = None) -> MemberList:
     """Ask the broker for its engines. `context` is as for `Call`. Raises ConfigError, naming `key`, for an invalid
-    address, ControlError without an answer in time, OtherProtocol where the broker has another protocol version."""
+    address, ControlError without an answer in time, OtherProtocol where the broker has another protocol version.
+    Without keys, engines of other machines are left out: anybody on this machine could have named them."""
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
@@ -65,10 +79,12 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
         except ImportError as error:
             raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
         members, queue_length = list_nats_members(access.nats(key, broker), access.ttl_s, timeout_s)
-        return MemberList(tuple(members), queue_length)
+        listed = MemberList(tuple(members), queue_length)
+        return listed if access.keys or access.nats_credentials else listed.on_this_machine()
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
-    return _ask(f"tcp://{host}:{port}", keys, timeout_s, context)
+    listed = _ask(f"tcp://{host}:{port}", keys, timeout_s, context)
+    return listed if keys is not None else listed.on_this_machine()
 
 
 def _ask(broker: str, keys: Keys | None, timeout_s: float, context: zmq.Context | None) -> MemberList:

@@ -14,6 +14,7 @@ import msgspec
 from vllm_pd.broker.choice import JobTaker, choose
 from vllm_pd.broker.prompts import block_names
 from vllm_pd.protocol import messages as m
+from vllm_pd.rpc.locality import stays_on_loopback
 
 OutgoingMessage = tuple[str, m.Message]
 
@@ -63,8 +64,10 @@ class _RegisteredMember:
 class Registry:
     """Members and queue of one broker process. Methods return messages to send, each with its receiver."""
 
-    def __init__(self, incarnation: str, limits: QueueLimits):
+    def __init__(self, incarnation: str, limits: QueueLimits, local_only: bool = False):
+        """`local_only`: members with an address beyond the loopback are refused."""
         self.incarnation = incarnation
+        self._local_only = local_only
         self.limits = limits
         self.version = 1
         self.counters: m.Counters = collections.Counter()
@@ -132,11 +135,14 @@ class Registry:
         if member.incarnation != sender:
             self.counters["foreign"] += 1
             return []
+        if self._local_only and not stays_on_loopback(member):
+            self.counters["beyond_loopback"] += 1
+            return [(sender, m.Refused("keys", "none, so no address beyond the loopback", member.address))]
         entry = self._entries.get(sender)
         if entry is None:
             if len(self._entries) >= self.limits.max_members:
                 self.counters["too_many_members"] += 1
-                return []
+                return [(sender, m.Refused("members", str(self.limits.max_members), "one more"))]
             entry = self._entries[sender] = _RegisteredMember(now, member)
             return self._changed()
         changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member

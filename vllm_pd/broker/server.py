@@ -5,6 +5,8 @@ It may be killed and restarted at any moment: engines register again with their 
 again, and send their credits again.
 """
 import collections
+import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,7 +21,10 @@ from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.poller import SocketPoller, receive_batch
 
+logger = logging.getLogger("vllm.pd")
+
 TICK_S = 0.5
+WARNING_S = 60.0
 BATCH_MESSAGES = 256
 
 
@@ -43,10 +48,11 @@ class Broker:
         self.address = sockets.endpoint(self._socket)
         self._poller = SocketPoller(gate)
         self._poller.watch(self._socket)
-        self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s))
+        self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s), local_only=keys is None)
         self._routes: dict[str, bytes] = {}
         self._stopping = False
         self._slept = False
+        self._quiet_until_s: dict[str, float] = {}
 
     def run(self) -> None:
         """Serve until `stop`, then close the socket."""
@@ -106,13 +112,34 @@ class Broker:
         if not isinstance(message, m.TO_BROKER):
             self.counters["unexpected"] += 1
             return
+        if self._is_anothers(sender, route):
+            self.counters["name_taken"] += 1
+            self._warn("name_taken", "something else uses the name of engine %s, whose connection stands", sender)
+            return
         self._routes[sender] = route
         self._deliver(self._registry.receive(self._clock(), sender, message))
+
+    def _is_anothers(self, name: str, route: bytes) -> bool:
+        """Whether another connection that stands has used this name. libzmq knows when a message is to go there."""
+        known = self._routes.get(name, route)
+        if known == route:
+            return False
+        heard = codec.encode(self._registry.incarnation, m.Heard(self._registry.incarnation, len(self._registry)))
+        return sockets.send(self._socket, known, heard) is not sockets.SendResult.UNREACHABLE
+
+    def _warn(self, kind: str, message: str, *arguments: object) -> None:
+        """Once in WARNING_S for each kind: anybody may cause it."""
+        if self._clock() >= self._quiet_until_s.get(kind, -math.inf):
+            self._quiet_until_s[kind] = self._clock() + WARNING_S
+            logger.warning(message + "; this is said once in %d s", *arguments, WARNING_S)
 
     def _deliver(self, messages: list[OutgoingMessage]) -> None:
         queue = collections.deque(messages)
         while queue:
             to, message = queue.popleft()
+            if isinstance(message, m.Refused):
+                self._warn(message.key, "engine %s is refused: %s: the broker has %s, it has %s", to, message.key,
+                           message.ours, message.theirs)
             route = self._routes.get(to)
             result = sockets.SendResult.UNREACHABLE
             if route is not None:

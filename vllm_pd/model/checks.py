@@ -6,7 +6,6 @@ The configurations are vLLM's, of any release that this package supports.
 from __future__ import annotations
 
 import functools
-import ipaddress
 import os
 import socket
 import subprocess
@@ -16,12 +15,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import psutil
-
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.model.installation import version_of
 from vllm_pd.model.layers import check_layers
 from vllm_pd.rpc.addresses import is_loopback
+from vllm_pd.rpc.locality import address_towards, is_elsewhere
 from vllm_pd.rpc.ports import require_free
 from vllm_pd.transfer.nixl.devices import net_devices
 from vllm_pd.transfer.transport import MAX_RANKS
@@ -160,26 +158,6 @@ def check_meeting(bind: str, broker: str) -> None:
             raise ConfigError("bind", bind, f"the broker is at {host}, on another machine, as engines may be, and none "
                               "of these reaches this one's loopback: listen at an address of its own, like "
                               f"tcp://{address_towards(host) or '10.0.0.5'}:0")
-
-
-def is_elsewhere(host: str) -> bool:
-    """Whether this is an IPv4 address that no interface of this machine has."""
-    try:
-        address = ipaddress.IPv4Address(host)
-    except ValueError:
-        return False
-    own = {one.address for addresses in psutil.net_if_addrs().values() for one in addresses}
-    return not address.is_loopback and host not in own
-
-
-def address_towards(host: str) -> str | None:
-    """The address of this machine by which it reaches that one; None without a route. Sends nothing."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 1))
-            return probe.getsockname()[0]
-    except OSError:
-        return None
 
 
 def require_free_bind(bind: str) -> None:

@@ -7,6 +7,7 @@ import msgspec
 
 from vllm_pd.errors import PeerMismatch
 from vllm_pd.protocol import messages as m
+from vllm_pd.rpc.locality import stays_on_loopback
 
 SILENT_HEARTBEATS = 3
 ASLEEP_HEARTBEATS = 1.5  # without a `check`, which comes at least once a heartbeat unless this process is suspended
@@ -26,8 +27,10 @@ class QueueView(msgspec.Struct, frozen=True):
 class ClusterView:
     """Heartbeats, the registry as it was last sent, and which engines are dead as a fact."""
 
-    def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float):
+    def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float, local_only: bool = False):
+        """`local_only`: members with an address beyond the loopback are left out."""
         self.member = member
+        self._local_only = local_only
         self.heartbeat_s = heartbeat_s
         self.silent_s = min(ttl_s, SILENT_HEARTBEATS * heartbeat_s)
         self.broker = ""
@@ -59,7 +62,8 @@ class ClusterView:
     def peers(self, message: m.Peers) -> None:
         """The whole registry has come."""
         self.version = message.version
-        self._members = {member.incarnation: member for member in message.members}
+        self._members = {member.incarnation: member for member in message.members
+                         if not self._local_only or stays_on_loopback(member)}
         self._loads = {name: m.PrefillLoad.of(member) for name, member in self._members.items()}
         self._sort_members()
 

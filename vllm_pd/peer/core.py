@@ -51,7 +51,7 @@ class PeerCore:
         self.prefill_half = PrefillProtocol(member, transfer_metadata, PrefillLimits(
             ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self.parted, self.decode_half.reads,
             lambda last: secrets.randbits(CLAIM_BITS))
-        self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s)
+        self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s, local_only=config.keys is None)
         self.credits = JobCredits(config.max_prefill_tokens)
         self.refusal = ""  # why every job is refused
         self.own_jobs = OwnJobs() if config.decides_by_time else None

@@ -38,6 +38,7 @@ class Membership:
         self._dismissed: OrderedDict[str, None] = OrderedDict()  # incarnations that an operator has removed
         self._task: asyncio.Task | None = None
         self._context: zmq.Context | None = None  # for all readings of the registry
+        self._elsewhere: tuple[str, ...] = ()
         self.problem = ""
 
     def start(self) -> None:
@@ -101,6 +102,13 @@ class Membership:
                 self._missing_since.pop(worker.url, None)
                 self._workers.remove(worker.url)
 
+    def _note_elsewhere(self, addresses: tuple[str, ...]) -> None:
+        if addresses and addresses != self._elsewhere:
+            logger.warning("engines with addresses of other machines are left out: the registry is read without "
+                           "keys, so anybody on this machine may have named them, %s: run vllm-pd keys FILE and give "
+                           "every broker, engine and router that file", ", ".join(addresses[:8]))
+        self._elsewhere = addresses
+
     def _join(self, url: str, member: Member) -> None:
         worker = self._workers.get(url)
         if worker is not None:
@@ -128,6 +136,7 @@ class Membership:
             try:
                 listed = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
                                                  self._options.access, context=self._context)
+                self._note_elsewhere(listed.elsewhere)
                 self.update(list(listed.members), loop.time())
                 self.problem = ""
             except Exception as error:  # of a broker, a socket, a key file: the next reading may succeed
