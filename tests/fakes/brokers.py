@@ -130,6 +130,26 @@ class NatsServer:
             os.kill(self._process.pid, signal.SIGCONT)
 
 
+class NatsCluster:
+    """Three servers that hold what is kept together. `url` names all."""
+
+    def __init__(self, folder: Path, count: int = 3):
+        routes = [take_free("127.0.0.1") for _ in range(count)]
+        self.servers = []
+        for number, route in enumerate(routes):
+            place = folder / str(number)
+            place.mkdir()
+            others = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes if port != route)
+            self.servers.append(NatsServer(place, f'server_name: "s{number}"\ncluster {{ name: "c", '
+                                           f'listen: "127.0.0.1:{route}", routes: [{others}] }}'))
+        self.url = ",".join(server.url for server in self.servers)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server._process.send_signal(signal.SIGCONT)  # nothing, where it was killed
+            server.kill()
+
+
 def nats_server() -> str:
     """Where its program is, without which no test of it can be passed."""
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fleet keeps on a JetStream server: a bucket with its members, and a stream of jobs.
 
-Both are made by whoever comes first, in memory; an operator who wants other storage or replicas makes them beforehand,
-and they are used as they are. Every method belongs to the one event loop that `open` ran in. They raise `AWAY`: the
-server is gone, or refuses; the connection is then of no more use.
+Both are made by whoever comes first, in memory, and in a cluster on REPLICAS of its servers; an operator who wants
+other storage or replicas makes them beforehand, and they are used as they are. Every method belongs to the one event
+loop that `open` ran in. They raise `AWAY`: the server is gone, or refuses; the connection is then of no more use.
 """
 import asyncio
 import collections
@@ -17,6 +17,7 @@ import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import nats
@@ -43,8 +44,12 @@ MAX_JOBS_BYTES = 64 << 20
 ACK_WAIT_S = 5.0
 MAX_DELIVER = 32
 CONSUMER_KEPT_S = 3600.0
+REPLICAS = 3  # two would be lost with either: more than half must be there
+NO_PEERS, NO_CLUSTER = 10005, 10074  # the server's codes: not so many servers can hold it, or there is but one
 STORE_FAILED = 10077  # the server's code for a message that a stream has no room for
 AWAY = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, EOFError)
+
+T = TypeVar("T")
 
 _SAFE = re.compile(r"[A-Za-z0-9-]{1,64}")
 _STATUS = "Status"
@@ -157,25 +162,37 @@ class Store:
         except nats.js.errors.NotFoundError as error:
             if not make:
                 raise Unsuitable(f"there is no bucket {self._bucket_name}: no engine has ever been here") from error
-            self._bucket = await self._js.create_key_value(config=api.KeyValueConfig(
+            self._bucket = await self._replicated(lambda replicas: self._js.create_key_value(config=api.KeyValueConfig(
                 bucket=self._bucket_name, ttl=MEMBER_KEPT_S, storage=api.StorageType.MEMORY,
-                max_value_size=MEMBER_BYTES))
+                max_value_size=MEMBER_BYTES, replicas=replicas)))
         try:
             jobs = await self._js.stream_info(self._stream)
         except nats.js.errors.NotFoundError as error:
             if not make:
                 raise Unsuitable(f"there is no stream {self._stream}: no engine has ever been here") from error
-            jobs = await self._js.add_stream(api.StreamConfig(
+            jobs = await self._replicated(lambda replicas: self._js.add_stream(api.StreamConfig(
                 name=self._stream, subjects=[self._subjects + ".>"], retention=api.RetentionPolicy.WORK_QUEUE,
                 storage=api.StorageType.MEMORY, discard=api.DiscardPolicy.NEW, discard_new_per_subject=True,
                 max_msgs_per_subject=1, max_msgs=MAX_JOBS, max_bytes=MAX_JOBS_BYTES, max_age=JOBS_KEPT_S,
-                allow_msg_ttl=True))
+                allow_msg_ttl=True, num_replicas=replicas)))
         if jobs.config.retention != api.RetentionPolicy.WORK_QUEUE or jobs.config.max_msgs_per_subject != 1:
             raise Unsuitable(f"the stream {self._stream} is there, but it is no work queue with one message a subject: "
                              "delete it, or name another nats_prefix")
         self._ttl_allowed = bool(jobs.config.allow_msg_ttl)
         births = [(await self._info(stream))["created"] for stream in ("KV_" + self._bucket_name, self._stream)]
         self.generation = hashlib.sha256(" ".join(births).encode()).hexdigest()[:32]
+
+    async def _replicated(self, make: Callable[[int], Awaitable[T]]) -> T:
+        """Make it on as many servers as can lose one; on one where there are not so many."""
+        try:
+            return await make(REPLICAS)
+        except nats.js.errors.APIError as error:
+            if error.err_code not in (NO_PEERS, NO_CLUSTER):
+                raise
+            if error.err_code == NO_PEERS:
+                logger.warning("NATS has fewer than %d servers that can hold what the fleet keeps there: it is on one, "
+                               "and gone while that is", REPLICAS)
+        return await make(1)
 
     # Members.
 

@@ -7,20 +7,23 @@ from __future__ import annotations
 import functools
 import ipaddress
 import socket
+import time
 from urllib.parse import urlsplit
 
 import psutil
 
 from vllm_pd.protocol.messages import Member
 
+REMEMBERED_S = 60.0
+
 
 def is_here(host: str) -> bool:
     """Whether this address, or all that this name leads to, is of an interface of this machine. May ask a name server,
-    and remembers its answer."""
+    and remembers its answer for up to REMEMBERED_S."""
     try:
         return not is_elsewhere(str(ipaddress.ip_address(host)))
     except ValueError:
-        return _leads_here(host)
+        return _leads_here(host, time.monotonic() // REMEMBERED_S)
 
 
 def is_elsewhere(host: str) -> bool:
@@ -55,7 +58,7 @@ def address_towards(host: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _leads_here(name: str) -> bool:
+def _leads_here(name: str, period: float) -> bool:
     try:
         found = {where[0] for *_, where in socket.getaddrinfo(name, None)}
     except (OSError, UnicodeError):
