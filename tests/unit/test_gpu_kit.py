@@ -46,6 +46,7 @@ def test_a_newer_machine_fits_too(change):
     ({"sm": 80}, "gpu: it is an sm_80, the kit has kernels for sm_90", "SM=80"),
     ({"sm": 100}, "gpu: it is an sm_100, the kit has kernels for sm_90", "SM=100"),
     ({"free_bytes": 10**9}, "disk: 1.0 GB are free, the kit needs 2.1 GB", "DEST=FOLDER"),
+    ({"processor": "aarch64"}, "machine: it is aarch64", "use such a machine"),
 ])
 def test_each_misfit_is_one_line_with_its_cure(change, named, cure):
     found = find_misfits(NEEDS, FACTS._replace(**change))
@@ -55,6 +56,16 @@ def test_each_misfit_is_one_line_with_its_cure(change, named, cure):
 def test_all_misfits_are_told_at_once():
     found = find_misfits(NEEDS, MachineFacts("3.10", "2.6.0+cu124", "12.4", "12.4", 80, 0))
     assert [line.split(":")[0] for line in found] == ["python", "torch", "torch", "gpu", "gpu", "disk"]
+
+
+@pytest.mark.parametrize("written", [None, "", "[]", "{}", '{"python": "3.12"}'])
+def test_a_kit_that_is_not_whole_is_one_line(written, tmp_path, monkeypatch, capsys):
+    if written is not None:
+        (tmp_path / "kit.json").write_text(written)
+    monkeypatch.setattr(sys, "argv", ["fits.py", str(tmp_path), str(tmp_path)])
+    assert fits.main() == 2
+    said = capsys.readouterr().out
+    assert said.startswith("does not fit: kit: ") and "make_kit.sh" in said and said.count("\n") == 1
 
 
 def test_facts_are_of_this_machine(tmp_path):

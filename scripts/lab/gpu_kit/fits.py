@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 import json
 import os
+import platform
 import runpy
 import shutil
 import sys
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 SPARE_BYTES = 1 << 30  # for the weights of a small model, caches and logs
 CUDA_SUCCESS = 0
+PROCESSOR = "x86_64"  # of all that is carried
 MAJOR, MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
@@ -41,10 +43,13 @@ class MachineFacts(NamedTuple):
     driver_cuda: str
     sm: int
     free_bytes: int
+    processor: str = PROCESSOR
 
 
 def find_misfits(needs: KitNeeds, facts: MachineFacts) -> list[str]:
     """One line for each thing that does not fit, with the cure."""
+    if facts.processor != PROCESSOR:
+        return [f"machine: it is {facts.processor}, and the kit carries programs for {PROCESSOR}: use such a machine"]
     return [*_python_misfits(needs, facts), *_torch_misfits(needs, facts), *_gpu_misfits(needs, facts),
             *_disk_misfits(needs, facts)]
 
@@ -107,7 +112,8 @@ def read_needs(kit: Path) -> KitNeeds:
 def read_facts(dest: Path) -> MachineFacts:
     """Of this machine, this Python, and the disk that `dest` is on, or will be on."""
     driver_cuda, sm = _ask_driver()
-    return MachineFacts("{}.{}".format(*sys.version_info[:2]), *_ask_torch(), driver_cuda, sm, _free_bytes(dest))
+    return MachineFacts("{}.{}".format(*sys.version_info[:2]), *_ask_torch(), driver_cuda, sm, _free_bytes(dest),
+                        platform.machine())
 
 
 def _ask_torch() -> tuple[str, str]:
@@ -143,7 +149,13 @@ def _free_bytes(dest: Path) -> int:
 
 def main() -> int:
     kit, dest = Path(sys.argv[1]), Path(sys.argv[2])
-    misfits = find_misfits(read_needs(kit), read_facts(dest))
+    try:
+        needs = read_needs(kit)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        misfits = [f"kit: {kit / 'kit.json'} can't be read ({type(error).__name__}: {error}): make the kit with "
+                   "make_kit.sh, and carry all of it"]
+    else:
+        misfits = find_misfits(needs, read_facts(dest))
     for line in misfits:
         print(f"does not fit: {line}")
     return 2 if misfits else 0
