@@ -18,8 +18,9 @@ import torch
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.errors import TransferError
 from vllm_pd.handover.engine import HandoverEngine, close_engine
+from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.metrics import PDMetrics
-from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
+from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.control import MessageSource
 from vllm_pd.peer.degraded import Cause

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_pd.decisions.job_order import JobOrder, may_begin
-from vllm_pd.handover.prefill import PrefillCapacity, PrefillHandover
+from vllm_pd.handover.jobs import PrefillCapacity
+from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.protocol.actions import Prefill
 from vllm_pd.protocol.messages import Attempt

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.simulated_engine import BLOCK_SIZE
 from tests.upstream.test_mutual_waits import AsyncEngine, Node, Ring, arrived, job, parked, tokens
-from vllm_pd.handover.prefill import JobStage
+from vllm_pd.handover.jobs import JobStage
 
 
 @pytest.fixture

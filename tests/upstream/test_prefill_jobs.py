@@ -12,8 +12,8 @@ from vllm.sequence import SequenceStatus
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
 from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.handover.jobs import JobStage
 from vllm_pd.handover.metrics import PDMetrics
-from vllm_pd.handover.prefill import JobStage
 from vllm_pd.handover.progress import ArrivalNotice, Progress
 from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Prefill
 from vllm_pd.protocol.messages import Attempt

@@ -27,7 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.peer.cluster import QueueView
 from vllm_pd.peer.own_jobs import PrefillLoads
 from vllm_pd.protocol import actions, messages

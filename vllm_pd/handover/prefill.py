@@ -29,81 +29,31 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_pd.decisions import job_order
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.decisions.prefix import PrefixCost, PrefixReads
+from vllm_pd.handover.jobs import (
+    NOT_COMPUTED,
+    JobStage,
+    OpenTransfer,
+    PeerJob,
+    PrefillCapacity,
+    PromptInTurn,
+    read_key,
+    write_key,
+)
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import ArrivalNotice, Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.protocol.messages import Attempt, Timings
-from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
+from vllm_pd.protocol.writes import AttemptWrites
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer import requests as transfer
 
 logger = logging.getLogger("vllm.pd")
-
-
-class JobStage(Enum):
-    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`protocol.prefill.JobState`)."""
-    QUEUED = "queued"
-    COMPUTING = "computing"
-    READING = "reading"
-    COMPUTED = "computed"
-    SENDING = "sending"
-
-
-_NOT_COMPUTED = (JobStage.QUEUED, JobStage.COMPUTING, JobStage.READING)
-
-
-@dataclass(kw_only=True)
-class PromptInTurn:
-    """A prompt that is computed in its turn: a job of a peer, or a client's that is to be kept. `new_tokens`: those of
-    its `tokens` that are to be computed, as far as was known when it came. `request` is the engine's own."""
-    request_id: str
-    started_at: float
-    priority: int
-    tokens: int
-    new_tokens: int
-    cached_tokens: int = 0  # when it began: those that were cached here, or worth reading from the peer
-    request: Any = None
-
-
-@dataclass(kw_only=True)
-class PeerJob(PromptInTurn):
-    """One job of a peer, from its `Prefill` to the end of its last write."""
-    prefill: Prefill
-    writes: AttemptWrites
-    state: JobStage = JobStage.QUEUED
-    prefill_s: float = 0.0
-    waited_s: float = 0.0  # how long the last write waited for the one before, once the prompt was computed
-    cancelled: bool = False
-    lost_because: str = ""  # why its request has ended early, while it reads
-    read_tokens: int = 0  # how many of the peer's tokens were asked for
-    parked_blocks: int = 0  # how many blocks its request has while it reads
-
-
-class OpenTransfer(NamedTuple):
-    """A transfer under way. `write` is None for a read."""
-    job: PeerJob
-    write: BlockWrite | None
-
-
-@dataclass(frozen=True)
-class PrefillCapacity:
-    """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks, `batch_tokens`
-    the tokens of one batch, `total_blocks` its KV blocks."""
-    block_size: int
-    vocab_size: int
-    ranks: int
-    token_bytes: int
-    caching: bool
-    batch_tokens: int
-    total_blocks: int
 
 
 class PrefillHandover(ABC):
@@ -269,7 +219,7 @@ class PrefillHandover(ABC):
     def job_tokens(self) -> int:
         """Tokens of the jobs that are not computed yet, without what their decode engines have cached. What is cached
         here counts: it is known of a job when it begins, and the broker compares whole jobs with those it offered."""
-        return sum(job.new_tokens for job in self._jobs.values() if job.state in _NOT_COMPUTED)
+        return sum(job.new_tokens for job in self._jobs.values() if job.state in NOT_COMPUTED)
 
     def give_back(self, attempts: Iterable[Attempt], reason: str, progress: Progress) -> None:
         """Give up these jobs, of which no write is under way: their decode engines try another peer."""
@@ -327,8 +277,8 @@ class PrefillHandover(ABC):
         first, last = cached_tokens // self._block_size, job.prefill.cached_blocks
         job.read_tokens = last * self._block_size - cached_tokens
         job.state = JobStage.READING
-        self._open[_read_key(attempt)] = OpenTransfer(job, None)
-        self._requests.append(transfer.Read(_read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
+        self._open[read_key(attempt)] = OpenTransfer(job, None)
+        self._requests.append(transfer.Read(read_key(attempt), job.prefill.peer, list(block_ids[first:last]),
                                             job.prefill.cached_block_ids[first:last], self.after_step))
 
     def aborted(self, attempt: Attempt) -> None:
@@ -336,7 +286,7 @@ class PrefillHandover(ABC):
         job = self._jobs.get(attempt)
         if job is not None and job.state is JobStage.READING and not job.cancelled:
             job.cancelled = True
-            self._requests.append(transfer.CancelTransfer(_read_key(attempt)))
+            self._requests.append(transfer.CancelTransfer(read_key(attempt)))
 
     def lost(self, attempt: Attempt, reason: str, progress: Progress) -> None:
         """The job's request has ended early, and not by a message of the peer. A read that fills its blocks has been
@@ -468,7 +418,7 @@ class PrefillHandover(ABC):
             writes.close("the lease ran out before the write")
             return None
         write = writes.begin()
-        key = _write_key(attempt, write)
+        key = write_key(attempt, write)
         self._open[key] = OpenTransfer(job, write)
         notices = [ArrivalNotice(attempt, rank).encode() if write.is_last else b"" for rank in range(self._ranks)]
         return transfer.Write(key, job.prefill.peer, write.local_block_ids, write.remote_block_ids, notices,
@@ -493,7 +443,7 @@ class PrefillHandover(ABC):
             write = job.writes.close(reason)
             job.cancelled = job.cancelled or not reason
         if write is not None:
-            self._requests.append(transfer.CancelTransfer(_write_key(attempt, write)))
+            self._requests.append(transfer.CancelTransfer(write_key(attempt, write)))
         elif reason:
             self._session.failed(attempt, reason)
         else:
@@ -658,11 +608,3 @@ class PrefillHandover(ABC):
     @abstractmethod
     def _by_priority(self) -> bool:
         """Whether the engine goes by the priority of requests."""
-
-
-def _read_key(attempt: Attempt) -> str:
-    return f"read {attempt}"
-
-
-def _write_key(attempt: Attempt, write: BlockWrite) -> str:
-    return str(attempt) if write.is_last else f"chunk {write.number} of {attempt}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_pd.decisions.measured import StepSpeed
+from vllm_pd.handover.jobs import PeerJob, PrefillCapacity, PromptInTurn
 from vllm_pd.handover.metrics import PDMetrics
-from vllm_pd.handover.prefill import PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
+from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.settings.engine import PDConfig

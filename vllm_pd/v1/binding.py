@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 from vllm_pd.handover.engine import HandoverEngine, close_engine, finalize, guarded, ignore_end
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
-from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.protocol.messages import Attempt, Load

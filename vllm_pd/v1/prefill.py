@@ -23,9 +23,10 @@ from vllm.v1.request import RequestStatus
 from vllm_pd.decisions import job_order
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.handover.fence import BlockFence
+from vllm_pd.handover.jobs import JobStage, PeerJob, PrefillCapacity, PromptInTurn
 from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
-from vllm_pd.handover.prefill import JobStage, PeerJob, PrefillCapacity, PrefillHandover, PromptInTurn
+from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.messages import Attempt

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from vllm_pd.handover.prefill import PrefillCapacity
+from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.rpc.ports import require_free_front

@@ -138,7 +138,7 @@ class V1SchedulerSteps(V1Steps):
         """What `vllm_pd.v1.start` does, without ranks."""
         from vllm.v1.engine.core import EngineShutdownState
 
-        from vllm_pd.handover.prefill import PrefillCapacity
+        from vllm_pd.handover.jobs import PrefillCapacity
         from vllm_pd.peer.agent import ControlAgent
         from vllm_pd.peer.liveness.process import local_member
         from vllm_pd.protocol.messages import Fingerprint, Role

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the prefill engine's half of a binding knows of a prompt, of a peer's job and of its transfers."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from vllm_pd.protocol.actions import Prefill
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
+
+
+class JobStage(Enum):
+    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`protocol.prefill.JobState`)."""
+    QUEUED = "queued"
+    COMPUTING = "computing"
+    READING = "reading"
+    COMPUTED = "computed"
+    SENDING = "sending"
+
+
+NOT_COMPUTED = (JobStage.QUEUED, JobStage.COMPUTING, JobStage.READING)
+
+
+@dataclass(kw_only=True)
+class PromptInTurn:
+    """A prompt that is computed in its turn: a job of a peer, or a client's that is to be kept. `new_tokens`: those of
+    its `tokens` that are to be computed, as far as was known when it came. `request` is the engine's own."""
+    request_id: str
+    started_at: float
+    priority: int
+    tokens: int
+    new_tokens: int
+    cached_tokens: int = 0  # when it began: those that were cached here, or worth reading from the peer
+    request: Any = None
+
+
+@dataclass(kw_only=True)
+class PeerJob(PromptInTurn):
+    """One job of a peer, from its `Prefill` to the end of its last write."""
+    prefill: Prefill
+    writes: AttemptWrites
+    state: JobStage = JobStage.QUEUED
+    prefill_s: float = 0.0
+    waited_s: float = 0.0  # how long the last write waited for the one before, once the prompt was computed
+    cancelled: bool = False
+    lost_because: str = ""  # why its request has ended early, while it reads
+    read_tokens: int = 0  # how many of the peer's tokens were asked for
+    parked_blocks: int = 0  # how many blocks its request has while it reads
+
+
+class OpenTransfer(NamedTuple):
+    """A transfer under way. `write` is None for a read."""
+    job: PeerJob
+    write: BlockWrite | None
+
+
+@dataclass(frozen=True)
+class PrefillCapacity:
+    """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks, `batch_tokens`
+    the tokens of one batch, `total_blocks` its KV blocks."""
+    block_size: int
+    vocab_size: int
+    ranks: int
+    token_bytes: int
+    caching: bool
+    batch_tokens: int
+    total_blocks: int
+
+
+def read_key(attempt: Attempt) -> str:
+    """The key of the read for this attempt."""
+    return f"read {attempt}"
+
+
+def write_key(attempt: Attempt, write: BlockWrite) -> str:
+    """The key of one of its writes."""
+    return str(attempt) if write.is_last else f"chunk {write.number} of {attempt}"
