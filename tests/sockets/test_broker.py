@@ -348,6 +348,7 @@ def test_b110_a_name_belongs_to_the_first_connection_that_stands(broker, clock, 
         deadline = time.monotonic() + 60
         while not thief.socket.poll(200):
             thief.say("p", m.Register(member("p", m.Role.PREFILL)))
+            clock.now_s += 0.2
             assert time.monotonic() < deadline
         d.say("d", m.Put(job(1)))
         thief.say("p", m.Credit(1, 0))

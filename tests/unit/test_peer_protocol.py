@@ -156,24 +156,31 @@ def test_b30_jobs_of_an_engine_that_polls_no_more_are_given_back(protocol):
         from_broker(protocol, m.Offer(m.Job(attempts[number], decoder.address, [1] * 20, 0, 60.0), number))
 
     def grant(number):
-        protocol.control.receive(MessageSource.DECODE, "d", m.Grant(attempts[number], number + 1, [3, 4], 0, 9.0))
+        """The last claim of it."""
+        sent.extend(iter(protocol.control.poll_transmit, None))
+        claim = [action.message for action in sent if isinstance(action, ToDecode)
+                 and isinstance(action.message, m.Claim) and action.message.attempt == attempts[number]][-1].claim
+        protocol.control.receive(MessageSource.DECODE, "d", m.Grant(attempts[number], claim, [3, 4], 0, 9.0))
 
     decoder = m.Member("d", m.Role.DECODE, "tcp://127.0.0.1:3", FINGERPRINT)
     attempts = [m.Attempt("d", "r", number) for number in range(4)]
+    sent = []
     protocol.prefill.set_credits(8)
     offer(0)
     protocol.control.receive(MessageSource.DECODE, "d", m.HelloReply(decoder, b"memory"))
     offer(1)
     grant(0)
-    transmitted(protocol)
+    sent.extend(iter(protocol.control.poll_transmit, None))
     protocol.prefill.refuse_jobs("no steps")
     assert protocol.state.paused
     grant(1)
     offer(2)
     grant(2)
     assert not any(isinstance(event, Prefill) for event in events(protocol)) and not protocol.operators.open_attempts()
-    sent = list(iter(protocol.control.poll_transmit, None))
-    assert ToBroker(m.Credit(0, 2)) in sent
+    sent += iter(protocol.control.poll_transmit, None)
+    credits = [action.message.jobs for action in sent if isinstance(action, ToBroker)
+               and isinstance(action.message, m.Credit)]
+    assert credits[-1] == 0
     assert [action.message.attempt for action in sent
             if isinstance(action, ToDecode) and isinstance(action.message, m.Failed)] == attempts[:3]
     protocol.prefill.set_credits(8)

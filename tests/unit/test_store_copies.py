@@ -147,7 +147,7 @@ def play(kind: type[LateDevice], seed: int) -> str:
         write(block_ids, values)
         room = ROWS - (len(content) - copies.ended)
         put = list(zip(block_ids, values, strict=True))[:room]
-        before = copies._sent
+        before = copies._gathered
         copies.put([CacheBlock(f"{value}", block) for block, value in put])
         jobs += len(put) > 0 and 1 + (before % ROWS + len(put) > ROWS)
         content |= {f"{value}": value for _, value in put}
@@ -184,10 +184,19 @@ def test_b104_a_missing_order_is_found(kind: type[LateDevice]):
     assert any(play(kind, seed) for seed in SEEDS)
 
 
-def test_more_blocks_than_rows_are_refused():
-    copies = DeviceCopies(Stored(), LateDevice(random.Random(0)), has_thread=False)
-    with pytest.raises(ValueError, match="6 blocks, and of 5 rows 0 are in use"):
-        copies.put([CacheBlock(f"{block}", block) for block in range(6)])
+def test_of_more_blocks_than_rows_the_first_are_left_out():
+    """They are of the end of a prompt, and the scheduler believed that there was room."""
+    store = Stored()
+    copies = DeviceCopies(store, LateDevice(random.Random(0)), has_thread=False)
+    copies.put([CacheBlock(f"{block}", block) for block in range(7)])
+    assert copies.ended == 2
+    copies.put([CacheBlock("none", 9)])
+    assert copies.ended == 3
+    copies.work()
+    assert copies.ended == 8 and list(store.blocks) == ["2", "3", "4", "5", "6"]
+    copies.put([CacheBlock("next", 9)])
+    copies.work()
+    assert copies.ended == 9 and "next" in store.blocks
 
 
 def test_a_load_that_was_given_up_is_not_copied():

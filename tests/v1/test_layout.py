@@ -5,6 +5,7 @@ import os
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.flex_attention import FlexAttentionBackend
@@ -40,7 +41,7 @@ def test_b101_heads_come_first_where_the_backend_can(config):
 
 def test_b101_on_cuda_a_block_is_in_one_piece(config, monkeypatch):
     """There each descriptor costs a copy of its own."""
-    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
     assert resolved(config, FlashAttentionBackend) == "BLHNC"
     assert PDStoreConnector.get_required_kvcache_layout(config) == "BLHNC"
 

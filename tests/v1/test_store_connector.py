@@ -38,6 +38,7 @@ from vllm_pd.store.plan import NamedBlock
 from vllm_pd.store.store import BlockStore
 from vllm_pd.store.worker import StoreWorker
 from vllm_pd.v1.plugin import register
+from vllm_pd.v1.store import connector as connector_module
 from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreReport, StoreStep
 from vllm_pd.v1.store.stats import StoreStats
 
@@ -261,12 +262,12 @@ def test_b104_the_second_runner_copies_blocks_out_before_it_samples(on_device, w
     for number in (1, 2):
         runner.pre_forward(output_of(number, number))
         runner.finish_forward()
-        assert worker._worker.copies._sent == number
+        assert worker._worker.copies._gathered == number
         runner.post_forward(set())
-        assert worker._worker.copies._sent == number
+        assert worker._worker.copies._gathered == number
 
 
-def test_b104_the_scheduler_sends_no_more_blocks_than_there_are_rows(on_device, make, worker):
+def test_b104_the_scheduler_sends_no_more_blocks_than_there_are_rows(on_device, make, worker, monkeypatch):
     """B104: the others come with later steps."""
     scheduler = make(KVConnectorRole.SCHEDULER)
     scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
@@ -284,7 +285,9 @@ def test_b104_the_scheduler_sends_no_more_blocks_than_there_are_rows(on_device, 
         return [block for _, block in step.puts]
 
     assert put(0, 5 * TOKENS, None) == [1, 2] and put(5 * TOKENS, 1, 0) == []
-    assert put(5 * TOKENS + 1, 1, 1) == [3] and put(5 * TOKENS + 2, 1, 3) == [4, 5] and put(5 * TOKENS + 3, 1, 5) == []
+    assert put(5 * TOKENS + 1, 1, 1) == [3]
+    monkeypatch.setattr(connector_module, "IDLE_S", -1.0)  # nothing was heard for long: all of it has arrived
+    assert put(5 * TOKENS + 2, 1, None) == [4, 5] and put(5 * TOKENS + 3, 1, 5) == []
 
 
 def test_a_step_without_tokens_computes_nothing_and_is_whole(worker):

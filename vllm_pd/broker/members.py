@@ -4,7 +4,6 @@
 import time
 from dataclasses import dataclass
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import zmq
 
@@ -30,14 +29,13 @@ class MemberList:
     elsewhere: tuple[str, ...] = ()  # addresses of those that are left out: of other machines, and there are no keys
 
     def on_this_machine(self) -> "MemberList":
-        """Without the engines that have an address of another machine. May ask a name server."""
+        """Without the engines that have an address of another machine, or a name."""
         here = tuple(one for one in self.members if not _foreign(one))
         return MemberList(here, self.queue_length, tuple(where for one in self.members for where in _foreign(one)[:1]))
 
 
 def _foreign(member: Member) -> list[str]:
-    hosts = [(url, urlsplit(url).hostname) for url in (member.address, member.lifeline, member.http) if url]
-    return [url for url, host in hosts if not (host and is_here(host))]
+    return [url for url in (member.address, member.lifeline, member.http) if url and not is_here(url)]
 
 
 @dataclass(frozen=True)

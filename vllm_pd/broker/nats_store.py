@@ -45,7 +45,7 @@ ACK_WAIT_S = 5.0
 MAX_DELIVER = 32
 CONSUMER_KEPT_S = 3600.0
 REPLICAS = 3  # two would be lost with either: more than half must be there
-NO_PEERS, NO_CLUSTER = 10005, 10074  # the server's codes: not so many servers can hold it, or there is but one
+NAME_TAKEN = 10058  # the server's code for a stream that somebody else has just made
 STORE_FAILED = 10077  # the server's code for a message that a stream has no room for
 AWAY = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, EOFError)
 
@@ -179,19 +179,22 @@ class Store:
             raise Unsuitable(f"the stream {self._stream} is there, but it is no work queue with one message a subject: "
                              "delete it, or name another nats_prefix")
         self._ttl_allowed = bool(jobs.config.allow_msg_ttl)
-        births = [(await self._info(stream))["created"] for stream in ("KV_" + self._bucket_name, self._stream)]
+        infos = [await self._info(stream) for stream in ("KV_" + self._bucket_name, self._stream)]
+        births = [info["created"] for info in infos]
+        alone = [info["config"]["name"] for info in infos if (info.get("cluster") or {}).get("name")
+                 and info["config"].get("num_replicas", 1) < REPLICAS]
+        if alone:
+            logger.warning("NATS is a cluster, but %s has fewer than %d replicas, and is gone while its server is: "
+                           "nats stream update --replicas=%d", ", ".join(alone), REPLICAS, REPLICAS)
         self.generation = hashlib.sha256(" ".join(births).encode()).hexdigest()[:32]
 
     async def _replicated(self, make: Callable[[int], Awaitable[T]]) -> T:
-        """Make it on as many servers as can lose one; on one where there are not so many."""
+        """Make it on as many servers as can lose one; on one where there are not so many, or the account may not."""
         try:
             return await make(REPLICAS)
         except nats.js.errors.APIError as error:
-            if error.err_code not in (NO_PEERS, NO_CLUSTER):
+            if error.err_code == NAME_TAKEN:
                 raise
-            if error.err_code == NO_PEERS:
-                logger.warning("NATS has fewer than %d servers that can hold what the fleet keeps there: it is on one, "
-                               "and gone while that is", REPLICAS)
         return await make(1)
 
     # Members.

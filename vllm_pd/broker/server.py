@@ -25,6 +25,7 @@ logger = logging.getLogger("vllm.pd")
 
 TICK_S = 0.5
 WARNING_S = 60.0
+PROBE_S = 1.0
 BATCH_MESSAGES = 256
 
 
@@ -50,9 +51,11 @@ class Broker:
         self._poller.watch(self._socket)
         self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s), local_only=keys is None)
         self._routes: dict[str, bytes] = {}
+        self._has_keys = keys is not None
         self._stopping = False
         self._slept = False
         self._quiet_until_s: dict[str, float] = {}
+        self._probed_s: dict[str, float] = {}  # when the connection that has a name was last looked at
 
     def run(self) -> None:
         """Serve until `stop`, then close the socket."""
@@ -122,8 +125,11 @@ class Broker:
     def _is_anothers(self, name: str, route: bytes) -> bool:
         """Whether another connection that stands has used this name. libzmq knows when a message is to go there."""
         known = self._routes.get(name, route)
-        if known == route:
-            return False
+        if known == route or self._has_keys:
+            return False  # who has the keys is trusted with names
+        if self._clock() - self._probed_s.get(name, -math.inf) < PROBE_S:
+            return True
+        self._probed_s[name] = self._clock()
         heard = codec.encode(self._registry.incarnation, m.Heard(self._registry.incarnation, len(self._registry)))
         return sockets.send(self._socket, known, heard) is not sockets.SendResult.UNREACHABLE
 
@@ -158,3 +164,4 @@ class Broker:
         known = {member.incarnation for member in self._registry.members()}
         for name in [name for name in self._routes if name not in known]:
             del self._routes[name]
+            self._probed_s.pop(name, None)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-CLAIM_BITS = 62  # as many as `messages.Count` has
+SECRET_BYTES = 32  # behind the numbers of claims
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,7 +50,7 @@ class PeerCore:
             ttl_s=config.ttl_s, own_fence=config.is_two_sided), self.parted)
         self.prefill_half = PrefillProtocol(member, transfer_metadata, PrefillLimits(
             ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self.parted, self.decode_half.reads,
-            lambda last: secrets.randbits(CLAIM_BITS))
+            secrets.token_bytes(SECRET_BYTES))
         self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s, local_only=config.keys is None)
         self.credits = JobCredits(config.max_prefill_tokens)
         self.refusal = ""  # why every job is refused

@@ -36,6 +36,11 @@ def token_digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(pack_tokens(token_ids)).digest()
 
 
+def claim_number(secret: bytes, count: int) -> int:
+    """The number of the claim with this count: 62 bits, which nobody without the secret can tell from chance."""
+    return int.from_bytes(hashlib.blake2b(count.to_bytes(8), key=secret, digest_size=8).digest()) >> 2
+
+
 def chain(data: bytes, block_size: int, seed: int) -> list[int]:
     """The names of the full blocks of `data` (from `pack_tokens`), the first seeded with `seed`. `block_size` is in
     tokens. An incomplete block at the end has no name."""

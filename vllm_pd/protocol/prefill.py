@@ -23,6 +23,7 @@ import msgspec
 from vllm_pd.errors import PeerMismatch
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.protocol.hashes import claim_number
 from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.holds import HoldLimits, Holds
 from vllm_pd.protocol.peering import Peer, Peering, PeeringLimits, PeerState
@@ -83,9 +84,9 @@ class PrefillProtocol:
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits,
                  parted: set[str] | None = None, reads: HoldReads | None = None,
-                 next_claim: Callable[[int], int] = lambda last: last + 1):
-        """`next_claim` draws a claim number, from the last one: one that no other process can guess, for who names a
-        claim may end it."""
+                 claim_secret: bytes = b""):
+        """`claim_secret`: who names a claim may end it, so claim numbers follow from this, and nobody without it can
+        guess one. Without it they are 1, 2, 3."""
         self.member = member
         self.limits = limits
         self.counters: m.Counters = collections.Counter()
@@ -99,8 +100,8 @@ class PrefillProtocol:
         self.hello = m.Hello(member, transfer_metadata)
         self._peering = Peering(self.hello, limits, self.dropped)
         self.renews = True  # False: the engine does not answer, so the leases of its jobs are to end
-        self._last_claim = 0
-        self._next_claim = next_claim
+        self._claims = 0
+        self._claim_secret = claim_secret
         self._handlers: dict[type, Callable[[float, str, m.Message], list[Action]]] = {
             m.HelloReply: self._on_hello_reply,
             m.Refused: self._on_refused,
@@ -421,7 +422,8 @@ class PrefillProtocol:
         return self._peering.refuse(peer)
 
     def _claim(self, now: float, job: _OfferedJob) -> list[Action]:
-        job.claim = self._last_claim = self._next_claim(self._last_claim)
+        self._claims += 1
+        job.claim = self._claims if not self._claim_secret else claim_number(self._claim_secret, self._claims)
         job.state = JobState.CLAIMING
         job.claimed_at = now
         job.next_claim = now + self.limits.claim_retry_s

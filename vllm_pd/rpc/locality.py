@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which addresses are of this machine. Without keys nobody connects to any other: who can reach the broker could name
-one, and get prompts, KV and the key of an API sent there.
+one, and get prompts, KV and the key of an API sent there. A name is not looked up, for it may lead elsewhere later.
 """
 from __future__ import annotations
 
-import functools
 import ipaddress
+import re
 import socket
-import time
 from urllib.parse import urlsplit
 
 import psutil
 
 from vllm_pd.protocol.messages import Member
 
-REMEMBERED_S = 60.0
+_ADDRESS = re.compile(r"tcp://(127\.[0-9]+\.[0-9]+\.[0-9]+|\[::1\]):[0-9]+")
 
 
-def is_here(host: str) -> bool:
-    """Whether this address, or all that this name leads to, is of an interface of this machine. May ask a name server,
-    and remembers its answer for up to REMEMBERED_S."""
+def is_here(url: str) -> bool:
+    """Whether the host of this URL is an address that an interface of this machine has, or `localhost`."""
     try:
-        return not is_elsewhere(str(ipaddress.ip_address(host)))
+        host = urlsplit(url).hostname or ""
+        ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
-        return _leads_here(host, time.monotonic() // REMEMBERED_S)
+        return False
+    return not is_elsewhere(host)
 
 
 def is_elsewhere(host: str) -> bool:
-    """Whether this is an address that no interface of this machine has; False for a name, which is not looked up."""
+    """Whether this is an address that no interface of this machine has; False for a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -36,15 +36,9 @@ def is_elsewhere(host: str) -> bool:
 
 
 def stays_on_loopback(member: Member) -> bool:
-    """Whether other engines reach this one on their machine's loopback only."""
-    return all(_is_on_loopback(url) for url in (member.address, member.lifeline) if url)
-
-
-def _is_on_loopback(url: str) -> bool:
-    try:
-        return ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback
-    except ValueError:
-        return False
+    """Whether other engines reach this one on their machine's loopback only: at addresses as engines write them, and in
+    no other form, which ZeroMQ might read in another way."""
+    return all(_ADDRESS.fullmatch(url) for url in (member.address, member.lifeline) if url)
 
 
 def address_towards(host: str) -> str | None:
@@ -55,15 +49,6 @@ def address_towards(host: str) -> str | None:
             return probe.getsockname()[0]
     except OSError:
         return None
-
-
-@functools.lru_cache(maxsize=256)
-def _leads_here(name: str, period: float) -> bool:
-    try:
-        found = {where[0] for *_, where in socket.getaddrinfo(name, None)}
-    except (OSError, UnicodeError):
-        return False
-    return bool(found) and not any(map(is_elsewhere, found))
 
 
 def _own_addresses() -> set[str]:

@@ -6,12 +6,13 @@ From a device a block takes three copies. `gather`, in the stream of the steps, 
 it: device to device, which takes microseconds, so that later steps, whatever they write, come after it. `copy_out`, in
 a stream of its own and after the gather: to pinned host memory. Then `put`, in a thread of ours, to the store. Both
 buffers have the same rows, used in turn; a row is used again when its block has been put. No block waits for a row: the
-scheduler sends no more blocks than there are rows left (`StorePlan.begin_step`).
+scheduler names no more blocks than it believes there are rows left (`StorePlan.begin_step`), and what does not fit is
+left out.
 
 To a device: a thread copies the block to pinned memory and checks it there, then `copy_in` copies it to its place in
-the cache, in a stream of its own. It does so after the last gather: a block that was freed and given to this load may
-still be read by that. The gather is launched before the step's tokens are sampled, so for everyone else, as for a peer
-that writes, it is over when EngineCore has the step's output.
+the cache, in a stream of its own. The gather is launched before the step's tokens are sampled, so it is over when
+EngineCore has the step's output, and so before it gives a block of the step to anybody else, a load or a peer that
+writes. A load waits for the last gather all the same: it costs nothing.
 """
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class CacheBlock(NamedTuple):
 
 class BlockCopies(Protocol):
     """`rows`: how many blocks may be on their way to the store; None: none ever is. `ended`: how many of all that were
-    put are there no more. To be read only."""
+    put are on their way no more, stored or not. To be read only."""
     rows: int | None
     ended: int
 
@@ -129,25 +130,28 @@ class DeviceCopies:
         self.ended = 0
         self._store = store
         self._cache = cache
-        self._sent = 0
+        self._gathered = self._left_out = 0  # blocks, of all that were put
         self._last_gather: Event | None = None
         self._jobs: queue.SimpleQueue[_Gathered | None] = queue.SimpleQueue()  # at most `rows`, each has one or more
         self._thread = None
         self._has_thread = has_thread
+        self._count = threading.Lock()  # of `ended`, which both threads add to
         self._loads = False  # whether the thread of loads uses the device
         self._has_failed = False
 
     def put(self, blocks: Sequence[CacheBlock]) -> None:
-        """See `BlockCopies`. Raises ValueError for more blocks than there are rows left."""
-        if len(blocks) > self.rows - (self._sent - self.ended):
-            raise ValueError(f"{len(blocks)} blocks, and of {self.rows} rows {self._sent - self.ended} are in use")
+        """See `BlockCopies`. The first ones are left out where there are more than rows."""
+        too_many = max(0, len(blocks) - (self.rows - (self._gathered + self._left_out - self.ended)))
+        self._left_out += too_many
+        self._end(too_many)
+        blocks = blocks[too_many:]
         while blocks:
-            first_row = self._sent % self.rows
+            first_row = self._gathered % self.rows
             some, blocks = blocks[:self.rows - first_row], blocks[self.rows - first_row:]
             self._last_gather = event = self._cache.gather([block.block_id for block in some], first_row)
-            self._sent += len(some)
+            self._gathered += len(some)
             self._jobs.put(_Gathered(some, first_row, event))
-        if self._has_thread and self._thread is None and self._sent:
+        if self._has_thread and self._thread is None and self._gathered:
             self._thread = threading.Thread(target=self._run, name="pd-store-put", daemon=True)
             self._thread.start()
 
@@ -156,15 +160,18 @@ class DeviceCopies:
         job = self._jobs.get()
         if job is None:
             return False
+        put = 0
         try:
             self._cache.wait(self._cache.copy_out(job.first_row, len(job.blocks), job.event))
-            for row, block in enumerate(job.blocks, job.first_row):
-                self._store.put(block.key, self._cache.row(row))
+            for block in job.blocks:
+                self._store.put(block.key, self._cache.row(job.first_row + put))
+                put += 1
+                self._end(1)
         except Exception:
             if not self._has_failed:
-                logger.exception("store: %d blocks were not put; this is said once", len(job.blocks))
+                logger.exception("store: %d blocks were not put; this is said once", len(job.blocks) - put)
             self._has_failed = True
-        self.ended += len(job.blocks)
+        self._end(len(job.blocks) - put)
         return True
 
     def load(self, block: CacheBlock, load: BlockLoad) -> bool:
@@ -184,6 +191,10 @@ class DeviceCopies:
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
+
+    def _end(self, blocks: int) -> None:
+        with self._count:
+            self.ended += blocks
 
     def _run(self) -> None:
         self._cache.use()

@@ -47,7 +47,8 @@ class StorePlan:
     def __init__(self, block_size: int, contains: Callable[[bytes], bool], late_blocks: int,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """`block_size` in tokens. `contains`: whether the store seems to have a block with this name. `late_blocks`: of
-        those that earlier steps could have put, how many are put with one step."""
+        those that earlier steps could have put, how many are put with one step: where the step's thread copies them,
+        no more than take it a moment."""
         self._block_size = block_size
         self._contains = contains
         self._clock = clock
@@ -113,10 +114,10 @@ class StorePlan:
     def puts(self, request_id: str, names: Sequence[bytes], find_blocks: Callable[[], Sequence[int]],
              before_tokens: int, computed_tokens: int) -> list[NamedBlock]:
         """The blocks to put after a step that brings the request from `before_tokens` computed tokens to
-        `computed_tokens`: those that it fills, and of earlier ones, which came from a peer, so many that the step does
-        not take long; of all no more than `begin_step` was told. The others are put with later steps. A block whose
-        tokens are not all known yet has no name, and is put later, too. `find_blocks` gives all blocks of the request;
-        it is called only if needed."""
+        `computed_tokens`: those that it fills, and of earlier ones, which came from a peer or did not fit, so many that
+        the step does not take long; of all no more than `begin_step` was told. The others are put with later steps. A
+        block whose tokens are not all known yet has no name, and is put later, too. `find_blocks` gives all blocks of
+        the request; it is called only if needed."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return []

@@ -143,7 +143,12 @@ class StoreWorker:
         if not self.on_device:
             return HostCopies(self.store, [part.numpy() for part in parts])
         from vllm_pd.store.cuda import CudaCache
-        return DeviceCopies(self.store, CudaCache(parts, settings.pinned_bytes))
+        try:
+            return DeviceCopies(self.store, CudaCache(parts, settings.pinned_bytes))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; so is what CUDA says of pinned memory
+            raise ConfigError("pinned_gib", settings.pinned_gib, "neither the host nor the GPU has so much memory left "
+                              f"({str(error).splitlines()[0]}): write less, or a smaller --gpu-memory-utilization"
+                              ) from error
 
     def _load_block(self, block: NamedBlock, load: BlockLoad) -> bool:
         return self.copies.load(self._named(block), load)

@@ -82,4 +82,5 @@ def asked_layout(vllm_config: VllmConfig) -> str | None:
     engines of different tensor-parallel sizes needs a descriptor for each token. With MLA there is one head."""
     if vllm_config.model_config.use_mla:
         return None
-    return "BLHNC" if vllm_config.device_config.device_type == "cuda" else "LBHNC"
+    from vllm.platforms import current_platform
+    return "BLHNC" if current_platform.is_cuda() else "LBHNC"  # ROCm's attention has it in part only

@@ -7,7 +7,9 @@ waits as one that waits for a peer does (V1's asynchronous load). Worker role: `
 from __future__ import annotations
 
 import functools
+import logging
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,6 +47,11 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker
+
+
+logger = logging.getLogger("vllm.pd")
+
+IDLE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._steps = 0
         self._rows: int | None = None
         self._sent = self._ended = 0  # blocks to put, and of these the ones that are on their way no more
+        self._stepped_at = 0.0
         self._put_step: StoreStep | None = None  # the last one whose blocks the worker has put
         self.ranks = 1  # of the engine
         self.owner: KVConnectorBase_V1 = self  # the connector that V1 knows
@@ -115,7 +123,13 @@ class PDStoreConnector(KVConnectorBase_V1):
                               f"size: there are {len(models)}, of {sorted(sizes)} bytes")
         self._rows = min((theirs.rows for theirs in metadata.values() if theirs.rows is not None), default=None)
         self._view = StoreView(self._settings, *sizes, models)
-        self._plan = StorePlan(self._block_size, self._view.contains, max(1, LATE_BYTES // min(sizes)))
+        late = max(1, LATE_BYTES // min(sizes)) if self._rows is None else self._rows  # the step's thread copies none
+        self._plan = StorePlan(self._block_size, self._view.contains, late)
+        filled = self._config.scheduler_config.max_num_batched_tokens // self._block_size
+        if self._rows is not None and self._rows < filled:
+            logger.warning("store: a step may fill %d blocks, and %d can be on their way (pinned_gib=%g): of a request "
+                           "that ends with such a step the others are not stored", filled, self._rows,
+                           self._settings.pinned_gib)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         """It knows the blocks of each request."""
@@ -167,6 +181,10 @@ class PDStoreConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What goes to the worker with this step."""
         self._steps += 1
+        now = time.monotonic()
+        if now - self._stepped_at > IDLE_S:  # reports come with steps; what was on its way has arrived meanwhile
+            self._ended = self._sent
+        self._stepped_at = now
         step = StoreStep(self._steps, scheduler_output.total_num_scheduled_tokens > 0)
         if self._plan is None:
             step.stops = self._view is not None
