@@ -70,7 +70,7 @@ class Node(Process):
                  prefill_type: type[PrefillProtocol] = PrefillProtocol):
         super().__init__(name)
         self.config = config
-        self.member = m.Member(name, role, f"tcp://{name}", FINGERPRINT)
+        self.member = m.Member(name, role, "tcp://127.0.0.1:1", FINGERPRINT)
         self.wake: Callable[[], None] = lambda: None
         self._post, self._kernel = post, post.kernel
         self._timer: float | None = None
