@@ -25,7 +25,7 @@ FINGERPRINT = Fingerprint(PROTOCOL, "m", "float32", "auto", 16, 30, 3, 64, "ipex
 
 
 def member(name: str, role: Role, **changes: object) -> Member:
-    return Member(name, role, f"tcp://{name}", msgspec.structs.replace(FINGERPRINT, **changes))
+    return Member(name, role, "tcp://127.0.0.1:1", msgspec.structs.replace(FINGERPRINT, **changes))
 
 
 @pytest.fixture

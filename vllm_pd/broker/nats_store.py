@@ -46,6 +46,8 @@ MAX_DELIVER = 32
 CONSUMER_KEPT_S = 3600.0
 REPLICAS = 3  # two would be lost with either: more than half must be there
 NAME_TAKEN = 10058  # the server's code for a stream that somebody else has just made
+NO_PEERS = 10005  # and where not so many servers of a cluster can hold it
+PEERS_TRIES, PEERS_WAIT_S = 10, 0.5
 STORE_FAILED = 10077  # the server's code for a message that a stream has no room for
 AWAY = (nats.errors.Error, OSError, asyncio.TimeoutError, ssl.SSLError, EOFError)
 
@@ -189,12 +191,17 @@ class Store:
         self.generation = hashlib.sha256(" ".join(births).encode()).hexdigest()[:32]
 
     async def _replicated(self, make: Callable[[int], Awaitable[T]]) -> T:
-        """Make it on as many servers as can lose one; on one where there are not so many, or the account may not."""
-        try:
-            return await make(REPLICAS)
-        except nats.js.errors.APIError as error:
-            if error.err_code == NAME_TAKEN:
-                raise
+        """Make it on as many servers as can lose one; on one where there are not so many, or the account may not. A
+        cluster that has just started finds its servers one by one."""
+        for _ in range(PEERS_TRIES):
+            try:
+                return await make(REPLICAS)
+            except nats.js.errors.APIError as error:
+                if error.err_code == NAME_TAKEN:
+                    raise
+                if error.err_code != NO_PEERS:
+                    break
+            await asyncio.sleep(PEERS_WAIT_S)
         return await make(1)
 
     # Members.
