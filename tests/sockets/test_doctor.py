@@ -25,7 +25,7 @@ FINGERPRINT = Fingerprint(PROTOCOL, "m", "float32", "auto", 16, 30, 3, 64, "ipex
 
 
 def member(name: str, role: Role, **changes: object) -> Member:
-    return Member(name, role, "tcp://127.0.0.1:1", msgspec.structs.replace(FINGERPRINT, **changes))
+    return Member(name, role, f"tcp://127.0.0.1:{ord(name)}", msgspec.structs.replace(FINGERPRINT, **changes))
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_b42_peers_that_differ_are_named_with_both_values():
     found = list(doctor.judge_peers(MemberList((member("d", Role.DECODE), member("p", Role.PREFILL),
                                             member("q", Role.PREFILL, block_size=32)), 0)))
     assert [finding.ok for finding in found] == [True, False]
-    assert "block_size: 16 and 32" in found[1].fact and "tcp://q" in found[1].fact
+    assert "block_size: 16 and 32" in found[1].fact and f"tcp://127.0.0.1:{ord('q')}" in found[1].fact
     assert "block_size" in found[1].cure
 
 
