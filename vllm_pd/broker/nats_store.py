@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fleet keeps on a JetStream server: a bucket with its members, and a stream of jobs.
 
-Both are made by whoever comes first, in memory, and in a cluster on REPLICAS of its servers; an operator who wants
-other storage or replicas makes them beforehand, and they are used as they are. Every method belongs to the one event
-loop that `open` ran in. They raise `AWAY`: the server is gone, or refuses; the connection is then of no more use.
+The first engine makes both, in memory, and in a cluster on REPLICAS of its servers. An operator who wants other storage
+or replicas makes them beforehand, and they are used as they are. Every method belongs to the one event loop that `open`
+ran in. They raise `AWAY`: the server is gone, or refuses; the connection is then of no more use.
 """
 import asyncio
 import collections
@@ -15,9 +15,9 @@ import logging
 import math
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import nats
@@ -153,7 +153,7 @@ class Store:
         """What the server's clock shows."""
         return datetime.datetime.fromisoformat((await self._info(self._stream))["ts"]).timestamp()
 
-    async def _info(self, stream: str) -> dict[str, str]:
+    async def _info(self, stream: str) -> dict[str, Any]:
         """What the server says of a stream; the library's older releases leave some of it out."""
         reply = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=REQUEST_S)
         return json.loads(reply.data)
@@ -182,12 +182,9 @@ class Store:
                              "delete it, or name another nats_prefix")
         self._ttl_allowed = bool(jobs.config.allow_msg_ttl)
         infos = [await self._info(stream) for stream in ("KV_" + self._bucket_name, self._stream)]
+        if make:  # a reader, such as a router, connects every second
+            _warn_of_one_server(infos)
         births = [info["created"] for info in infos]
-        alone = [info["config"]["name"] for info in infos if (info.get("cluster") or {}).get("name")
-                 and info["config"].get("num_replicas", 1) < REPLICAS]
-        if alone:
-            logger.warning("NATS is a cluster, but %s has fewer than %d replicas, and is gone while its server is: "
-                           "nats stream update --replicas=%d", ", ".join(alone), REPLICAS, REPLICAS)
         self.generation = hashlib.sha256(" ".join(births).encode()).hexdigest()[:32]
 
     async def _replicated(self, make: Callable[[int], Awaitable[T]]) -> T:
@@ -284,6 +281,15 @@ class Store:
         request = json.dumps({"batch": 1, "expires": int(expires_s * 1e9)}).encode()
         await self._client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{name}", request,
                                    reply=f"{inbox}.{number}")
+
+
+def _warn_of_one_server(infos: Iterable[dict[str, Any]]) -> None:
+    """Log which of these streams end with one server, although it is one of a cluster."""
+    alone = [info["config"]["name"] for info in infos if (info.get("cluster") or {}).get("name")
+             and info["config"].get("num_replicas", 1) < REPLICAS]
+    if alone:
+        logger.warning("NATS is a cluster, but %s has fewer than %d replicas, and is gone while its server is: nats "
+                       "stream update --replicas=%d", ", ".join(alone), REPLICAS, REPLICAS)
 
 
 class Full(Exception):
