@@ -163,8 +163,8 @@ def test_b104_b25_the_load_of_a_request_that_is_gone_stops(worker, monkeypatch):
 
 def test_b104_the_reports_of_several_ranks_with_one_step_are_added():
     """B104: by vLLM's own aggregator, in the form that it has for a connector. One rank's failure is that of all."""
-    reports = [with_peers.LoadReport(Counter(ended), failed, STOPPED if ended == "bc" else None) for ended, failed in
-               (("ab", {"a"}), ("bc", set()), ("b", {"b"}))]
+    reports = [with_peers.LoadReport(Counter(ended), failed, with_peers.StoreReport(0, ended == "bc"))
+               for ended, failed in (("ab", {"a"}), ("bc", set()), ("b", {"b"}))]
     outputs = [ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=one))
                for one in (reports[0], None, *reports[1:])]
     found = KVOutputAggregator(4).aggregate(outputs).kv_connector_output.kv_connector_worker_meta

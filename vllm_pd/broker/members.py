@@ -30,12 +30,15 @@ class MemberList:
 
     def on_this_machine(self) -> "MemberList":
         """Without the engines that have an address of another machine, or a name."""
-        here = tuple(one for one in self.members if not _foreign(one))
-        return MemberList(here, self.queue_length, tuple(where for one in self.members for where in _foreign(one)[:1]))
+        foreign = [_foreign_url(member) for member in self.members]
+        here = tuple(member for member, url in zip(self.members, foreign, strict=True) if url is None)
+        return MemberList(here, self.queue_length, tuple(filter(None, foreign)))
 
 
-def _foreign(member: Member) -> list[str]:
-    return [url for url in (member.address, member.lifeline, member.http) if url and not is_here(url)]
+def _foreign_url(member: Member) -> str | None:
+    """Its first address that is not of this machine; None where all are."""
+    urls = (member.address, member.lifeline, member.http)
+    return next((url for url in urls if url and not is_here(url)), None)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ class CacheBlock(NamedTuple):
 
 
 class BlockCopies(Protocol):
-    """`rows`: how many blocks may be on their way to the store; None: none ever is. `ended`: how many of all that were
-    put are on their way no more, stored or not. To be read only."""
+    """`rows`: how many blocks may be between cache and store; None: `put` stores them itself. `ended`: of all blocks
+    that were put, how many are stored or left out; 0 without rows. To be read only."""
     rows: int | None
     ended: int
 
@@ -52,7 +52,7 @@ class BlockCopies(Protocol):
         thread, which may wait for a disk."""
 
     def close(self, timeout_s: float) -> bool:
-        """Put what is on its way. Returns False if that has not ended after `timeout_s`. Idempotent."""
+        """Store what was put. Returns False if that has not ended after `timeout_s`. Idempotent."""
 
 
 class HostCopies:
@@ -127,23 +127,26 @@ class DeviceCopies:
     def __init__(self, store: BlockStore, cache: DeviceCache, has_thread: bool = True) -> None:
         """`has_thread`: False where the caller calls `work`."""
         self.rows = cache.rows
-        self.ended = 0
         self._store = store
         self._cache = cache
         self._gathered = self._left_out = 0  # blocks, of all that were put
+        self._done = 0  # of those gathered; written by `work` alone
         self._last_gather: Event | None = None
         self._jobs: queue.SimpleQueue[_Gathered | None] = queue.SimpleQueue()  # at most `rows`, each has one or more
         self._thread = None
         self._has_thread = has_thread
-        self._count = threading.Lock()  # of `ended`, which both threads add to
         self._loads = False  # whether the thread of loads uses the device
         self._has_failed = False
 
+    @property
+    def ended(self) -> int:
+        """See `BlockCopies`."""
+        return self._done + self._left_out
+
     def put(self, blocks: Sequence[CacheBlock]) -> None:
-        """See `BlockCopies`. The first ones are left out where there are more than rows."""
-        too_many = max(0, len(blocks) - (self.rows - (self._gathered + self._left_out - self.ended)))
+        """See `BlockCopies`. The first ones are left out where there are more than free rows."""
+        too_many = max(0, len(blocks) - (self.rows - (self._gathered - self._done)))
         self._left_out += too_many
-        self._end(too_many)
         blocks = blocks[too_many:]
         while blocks:
             first_row = self._gathered % self.rows
@@ -160,18 +163,17 @@ class DeviceCopies:
         job = self._jobs.get()
         if job is None:
             return False
-        put = 0
+        until = self._done + len(job.blocks)
         try:
             self._cache.wait(self._cache.copy_out(job.first_row, len(job.blocks), job.event))
-            for block in job.blocks:
-                self._store.put(block.key, self._cache.row(job.first_row + put))
-                put += 1
-                self._end(1)
+            for row, block in enumerate(job.blocks, job.first_row):
+                self._store.put(block.key, self._cache.row(row))
+                self._done += 1
         except Exception:
             if not self._has_failed:
-                logger.exception("store: %d blocks were not put; this is said once", len(job.blocks) - put)
+                logger.exception("store: %d blocks were not put; this is said once", until - self._done)
             self._has_failed = True
-        self._end(len(job.blocks) - put)
+        self._done = until
         return True
 
     def load(self, block: CacheBlock, load: BlockLoad) -> bool:
@@ -191,10 +193,6 @@ class DeviceCopies:
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()
-
-    def _end(self, blocks: int) -> None:
-        with self._count:
-            self.ended += blocks
 
     def _run(self) -> None:
         self._cache.use()

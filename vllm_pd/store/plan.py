@@ -114,8 +114,8 @@ class StorePlan:
     def puts(self, request_id: str, names: Sequence[bytes], find_blocks: Callable[[], Sequence[int]],
              before_tokens: int, computed_tokens: int) -> list[NamedBlock]:
         """The blocks to put after a step that brings the request from `before_tokens` computed tokens to
-        `computed_tokens`: those that it fills, and of earlier ones, which came from a peer or did not fit, so many that
-        the step does not take long; of all no more than `begin_step` was told. The others are put with later steps. A
+        `computed_tokens`: those that it fills; of earlier ones, which came from a peer or did not fit, at most
+        `late_blocks` a step; and of all together at most `most` of `begin_step`. The others are put with later steps. A
         block whose tokens are not all known yet has no name, and is put later, too. `find_blocks` gives all blocks of
         the request; it is called only if needed."""
         tracked = self._requests.get(request_id)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-IDLE_S = 1.0
+IDLE_S = 1.0  # without steps, and so without reports: all blocks of earlier steps count as stored then
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class StoreStep(KVConnectorMetadata):
 
 @dataclass
 class StoreReport(KVConnectorWorkerMetadata):
-    """What a rank says with a step. `ended`: of all blocks that it was told to put, how many are on their way no more.
+    """What a rank reports with a step. `ended`: how many of the blocks that its steps named are stored or left out.
     `has_stopped`: it uses the store no more, for its weights are loaded anew, or a step of it was not computed whole.
     """
     ended: int = 0
@@ -182,7 +182,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         """What goes to the worker with this step."""
         self._steps += 1
         now = time.monotonic()
-        if now - self._stepped_at > IDLE_S:  # reports come with steps; what was on its way has arrived meanwhile
+        if now - self._stepped_at > IDLE_S:
             self._ended = self._sent
         self._stepped_at = now
         step = StoreStep(self._steps, scheduler_output.total_num_scheduled_tokens > 0)

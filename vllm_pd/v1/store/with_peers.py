@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -69,13 +69,11 @@ class LoadReport(KVConnectorWorkerMetadata):
     load failed on any. `store`: what is reported without peers, too."""
     ended: Counter[str]
     failed: set[str]
-    store: StoreReport | None = None
+    store: StoreReport = field(default_factory=StoreReport)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadReport:
         """This one and another rank's."""
-        both = (self.store.aggregate(other.store) if self.store is not None and other.store is not None else
-                self.store or other.store)
-        return LoadReport(self.ended + other.ended, self.failed | other.failed, both)
+        return LoadReport(self.ended + other.ended, self.failed | other.failed, self.store.aggregate(other.store))
 
 
 class PairedPromMetrics(HandoverPromMetrics):
@@ -145,8 +143,7 @@ class PDConnectorWithStore(PDConnector):
         """What the workers reported."""
         report = connector_output.kv_connector_worker_meta
         if report is not None:
-            if report.store is not None:
-                self._store.take_report(report.store)
+            self._store.take_report(report.store)
             self.binding.loads_ended(report.ended, report.failed)
 
     def has_pending_push_work(self) -> bool:
@@ -197,7 +194,7 @@ class PDConnectorWithStore(PDConnector):
         """The step has ended, perhaps with an exception. Nothing is reported here."""
         loads = self._store.get_transfer_results(finished_req_ids)
         report = self._store.build_connector_worker_meta()
-        self._report = (LoadReport(Counter(loads.finished_recving), loads.failed_recving, report)
+        self._report = (LoadReport(Counter(loads.finished_recving), loads.failed_recving, report or StoreReport())
                         if loads.finished_recving or report is not None else None)
         return super().get_transfer_results(finished_req_ids)
 
