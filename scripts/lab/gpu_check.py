@@ -39,14 +39,14 @@ PARTS = (
     GpuPart("b1", "_gpu_check.engines:check_b1", "two engines at 0.4 of the GPU each: the tokens of a stock one", 260,
             60),
     GpuPart("runner-v2", "_gpu_check.engines:check_runner", "model runner V2, CUDA graphs, async scheduling", 150, 60),
-    GpuPart("blocks-first", "_gpu_check.engines:check_blocks_first", "the same with one descriptor for a block", 200,
-            60),
+    GpuPart("layers-first", "_gpu_check.engines:check_layers_first", "b1 with a descriptor for each layer of a block",
+            200, 60),
     GpuPart("flashinfer", "_gpu_check.engines:check_flashinfer", "FlashInfer with heads first", 130, 60),
     GpuPart("death", "_gpu_check.deaths:check_death", "the prefill engine is killed under load", 200, 60),
     GpuPart("store", "_gpu_check.stored:check_store", "two engines with the KV store and little cache", 200, 60),
     GpuPart("serve", "_gpu_check.engines:check_serve", "vllm-pd bench serve, small", 200, 100),
 )
-ON_STOCK = {"b1", "runner-v2", "blocks-first", "flashinfer", "death", "store"}  # compare with what `stock` leaves
+ON_STOCK = {"b1", "runner-v2", "layers-first", "flashinfer", "death", "store"}  # compare with what `stock` leaves
 
 
 class GpuReport:

@@ -133,7 +133,7 @@ def test_parts_with_engines_say_what_is_missing(run, monkeypatch):
     with pytest.raises(PartSkipped, match="it is for a GPU: FlashInfer"):
         engines.check_flashinfer(PartRun(CheckSettings("cpu", run.settings.out), run.file, 60.0))
     monkeypatch.setattr(engines, "NEEDS", ("no_such_module", ))
-    for check in (engines.ask_stock, engines.check_b1, engines.check_runner, engines.check_blocks_first,
+    for check in (engines.ask_stock, engines.check_b1, engines.check_runner, engines.check_layers_first,
                   engines.check_flashinfer, engines.check_serve):
         with pytest.raises(PartSkipped, match="not installed here: no_such_module"):
             check(run)

@@ -96,16 +96,16 @@ def check_runner(run: PartRun) -> None:
                VARIANT_PROMPTS)
 
 
-def check_blocks_first(run: PartRun) -> None:
-    """V1 with the layers of a block beside each other, so that a block is one descriptor and not one for each layer.
-    `metrics` has the seconds of its transfers: beside those of b1 they say what that is worth."""
-    _require_gpu(run, "a cache with blocks outermost")
+def check_layers_first(run: PartRun) -> None:
+    """V1 with memory of its own for each layer, so that a block is one descriptor for each, and not one in all, as the
+    plugin asks for. `metrics` has the seconds of its transfers, to be read beside those of b1."""
+    _require_gpu(run, "a cache with layers outermost")
     v1 = prepare(run)
     if not v1:
         raise PartSkipped("the layout is one of engine V1, and the patched vLLM is installed here")
     plain = plain_pair(run, v1)
-    check_pair(run, replace(plain, environment=plain.environment | {"VLLM_KV_CACHE_LAYOUT": "BLHNC"},
-                            lines=("Using BLHNC KV cache layout", )), run.settings.prompts)
+    check_pair(run, replace(plain, environment=plain.environment | {"VLLM_KV_CACHE_LAYOUT": "LBHNC"},
+                            lines=("Using LBHNC KV cache layout", )), run.settings.prompts)
 
 
 def check_flashinfer(run: PartRun) -> None:
@@ -249,12 +249,12 @@ def check_pair(run: PartRun, variant: EngineVariant, prompts: int) -> None:
 
 
 @contextmanager
-def started_pair(run: PartRun, variant: EngineVariant) -> Iterator[RunningPair]:
-    """A decode and a prefill engine of that kind."""
+def started_pair(run: PartRun, variant: EngineVariant, pd: Mapping[str, Any] | None = None) -> Iterator[RunningPair]:
+    """A decode and a prefill engine of that kind, with these settings of PDConnector beside our own."""
     from vllm_pd.bench.serve.arms import Arm, ArmKind
 
     os.environ.update(variant.environment)
-    with started(run, Arm("pd", ArmKind.PD), variant.arguments) as pair:
+    with started(run, Arm("pd", ArmKind.PD), variant.arguments, pd) as pair:
         yield pair
 
 
@@ -401,13 +401,13 @@ def await_count(count: Any, wanted: int, timeout_s: float = 10.0) -> int:
     return found
 
 
-def metrics_of(url: str) -> dict[str, float]:
-    """What the engine at `url` says of its hand-overs: the samples of METRICS without buckets."""
+def metrics_of(url: str, names: tuple[str, ...] = METRICS) -> dict[str, float]:
+    """What the engine at `url` says: the samples of these names, by default of its hand-overs, without buckets."""
     from vllm_pd.ops.scrape import scrape
 
     found = {}
     for (name, labels), value in scrape(url).samples.items():
         shown = ",".join(f"{key}={text}" for key, text in sorted(labels) if key not in ("model_name", "engine"))
-        if name.startswith(METRICS) and not name.endswith(("_bucket", "_created")):
+        if name.startswith(names) and not name.endswith(("_bucket", "_created")):
             found[f"{name}{{{shown}}}"] = round(value, 6)
     return found

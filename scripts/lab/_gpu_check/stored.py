@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import shutil
 import tempfile
@@ -15,8 +14,9 @@ from typing import Any
 
 from _gpu_check.child import PartRun, require
 from _gpu_check.engines import (
+    GPU_SHARE,
     PAIR_S,
-    V2_LINE,
+    RUNNER_LINES,
     EngineVariant,
     answer_faults,
     await_count,
@@ -24,9 +24,10 @@ from _gpu_check.engines import (
     judge_engines,
     known_answers,
     memory,
+    metrics_of,
     plain_pair,
     prepare,
-    started,
+    started_pair,
     wrong_answers,
 )
 from _gpu_check.results import PartFailed, PartSkipped
@@ -135,14 +136,13 @@ def check_store(run: PartRun) -> None:
     from _demo.rest import left_over
 
     from vllm_pd.bench.connection import served_model
-    from vllm_pd.bench.serve.arms import Arm, ArmKind
 
     v1 = prepare(run)
     if not run.settings.at_once:
         known_answers(run, run.settings.prompts)
-    variant, gpu = store_variant(run, v1)
-    with arena_folder() as folder, started(run, Arm("pd", ArmKind.PD), variant.arguments,
-                                           {"store": {"folder": folder, "memory_gib": ARENA_GIB}}) as pair:
+    variant = store_variant(run, v1)
+    with arena_folder() as folder, started_pair(
+            run, variant, {"store": {"folder": folder, "memory_gib": ARENA_GIB}}) as pair:
         url, model = pair.urls[0], served_model(pair.urls[0])
         questions = known_answers(run, run.settings.prompts)
         run.note(engines=await_peer(url, model, pair.broker, PAIR_S), prompts=len(questions))
@@ -154,7 +154,7 @@ def check_store(run: PartRun) -> None:
             run.note(wrong=wrong, **{f"took_{turn + 1}_s": round(time.monotonic() - began_s, 2)})
         await_count(lambda: loads_of(url), 1)
         urls = dict(zip(("decode", "prefill"), pair.urls, strict=True))
-        run.note(metrics={name: stored_figures(one) for name, one in urls.items()})
+        run.note(metrics={name: metrics_of(one, ("vllm:pd_store_", )) for name, one in urls.items()})
         leaks = left_over(urls, model)
         loaded = loads_of(url)
     faults = answer_faults(len(questions), sorted({*wrong[0], *wrong[1]}), leaks)
@@ -162,28 +162,18 @@ def check_store(run: PartRun) -> None:
         faults.append("the decode engine has loaded nothing out of the store")
     if faults:
         raise PartFailed("; ".join(faults))
-    if gpu:
-        judge_engines(run, variant, pair.lines)
+    judge_engines(run, variant, pair.lines)
 
 
-def store_variant(run: PartRun, v1: bool) -> tuple[EngineVariant, bool]:
-    """How the engines run, and whether on a GPU: there with model runner V2, graphs and async scheduling."""
+def store_variant(run: PartRun, v1: bool) -> EngineVariant:
+    """How the engines run: on a GPU with model runner V2, graphs and async scheduling."""
     if run.settings.device == "cpu":
         plain, blocks = plain_pair(run, v1), CPU_TOKENS // (32 if v1 else 16)
-        return replace(plain, arguments=(*plain.arguments, "--num-gpu-blocks-override", str(blocks))), False
+        return replace(plain, arguments=(*plain.arguments, "--num-gpu-blocks-override", str(blocks)))
     if not v1:
         raise PartSkipped("the store of the patched vLLM is for caches in host memory")
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    return EngineVariant({}, ("--async-scheduling", *memory(run, "0.4", KV_BYTES)), lines=(V2_LINE, )), True
-
-
-def stored_figures(url: str) -> dict[str, float]:
-    """What the engine at `url` says of the store."""
-    from vllm_pd.ops.scrape import scrape
-
-    return {f"{name}{{{','.join(text for key, text in sorted(labels) if key not in ('model_name', 'engine'))}}}": value
-            for (name, labels), value in scrape(url).samples.items()
-            if name.startswith("vllm:pd_store_") and value and not name.endswith("_created")}
+    return EngineVariant({"VLLM_USE_V2_MODEL_RUNNER": "1"},
+                         ("--async-scheduling", *memory(run, GPU_SHARE, KV_BYTES)), lines=RUNNER_LINES)
 
 
 def loads_of(url: str) -> int:
@@ -191,5 +181,3 @@ def loads_of(url: str) -> int:
     from vllm_pd.ops.scrape import scrape
 
     return int(scrape(url).value("vllm:pd_store_loads_total", outcome="loaded"))
-
-

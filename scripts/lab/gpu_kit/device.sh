@@ -7,8 +7,8 @@
 #     first     do the carried kernels and NIXL work, the transfer rate, gpu_check's bits, order, rates and store-copies:
 #               200 s on an H200
 #     warm      the small model's weights, and vLLM's note of its class; the chapters below do it first, once
-#     together  gpu_check with engines, side by side: stock, b1, runner-v2, store, death: 118 s on an H200 with
-#               blocks-first in the place of store
+#     together  gpu_check with engines, side by side: stock, b1, runner-v2, store, death: 118 s on an H200 with another
+#               pair in the place of store
 #     speed     pauses with and without disaggregation, a model of real shape with dummy weights
 #     nixl      the same beside upstream's NixlConnector
 #     checks    gpu_check with engines, one after the other, for a machine with time; PARTS="b1 serve" are only these
