@@ -43,7 +43,7 @@ def test_b26_a_broker_is_not_silent_while_nobody_listens(cluster):
     ("tcp://localhost:1", False), ("tcp://127.0.0.1.evil.example:1", False), ("tcp://[::1:1", False), ("", True),
     ("tcp://10.0.0.5:1@127.0.0.1", False), ("tcp://127.0.0.1:0;10.0.0.5:1", False), ("tcp://127.0.0.1?.a:5", False)])
 def test_b110_without_keys_members_beyond_the_loopback_are_left_out(address, stays):
-    """B110: whoever the broker is. An engine's own address is never a name."""
+    """B110: whatever the broker sends. An engine's own address is never a name."""
     theirs = msgspec.structs.replace(MEMBER, incarnation="p", address=address)
     for local_only, listed in ((True, stays), (False, True)):
         cluster = ClusterView(MEMBER, 1.0, 60.0, local_only)

@@ -467,7 +467,7 @@ def test_b80_a_port_in_use():
 
 @pytest.mark.parametrize("broker", ["tcp://203.0.113.7:5700", "nats://127.0.0.1:4222,nats://203.0.113.7:4222"])
 def test_b80_a_broker_on_another_machine_needs_an_address_that_others_reach(broker):
-    """B80: engines there would be told 127.0.0.1."""
+    """B80: engines there would connect to their own loopback."""
     with pytest.raises(ConfigError, match="bind='tcp://127.0.0.1:0'.*broker is at 203.0.113.7.*an address of its own"):
         check_meeting("tcp://127.0.0.1:0", broker)
     check_meeting("tcp://10.0.0.5:0", broker)

@@ -149,8 +149,8 @@ def check_bind(bind: str) -> None:
 
 
 def check_meeting(bind: str, broker: str) -> None:
-    """An engine that listens at the loopback alone must not meet others at a broker of another machine: it would tell
-    them an address that is their own. A broker's name may mean this machine, and is not looked up."""
+    """An engine that listens at the loopback alone must not use a broker of another machine: engines there would
+    connect to their own loopback. A broker's name may mean this machine, and is not looked up."""
     if not is_loopback(urlsplit(bind).hostname):
         return
     for host in (urlsplit(one).hostname for one in broker.split(",")):
