@@ -34,7 +34,7 @@ class FakeFleets:
         self.asked: list[tuple[ArmKind, tuple[str, ...]]] = []
 
     @contextlib.contextmanager
-    def started(self, run, arm, arguments):
+    def started(self, run, arm, arguments, pd=None):
         self.asked.append((arm.kind, tuple(arguments)))
         with contextlib.ExitStack() as stack:
             count = 1 if arm.kind is ArmKind.SINGLE else 2
