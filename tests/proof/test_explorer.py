@@ -23,6 +23,7 @@ class Case:
     least: int
 
 
+FAR = Shape(far=True)
 CASES = [
     Case("one request, a network that loses, doubles and reorders", Scene(), 45, 50_000),
     Case("errors and an abort", Scene(errors=1, aborts=1), 25, 50_000),
@@ -52,6 +53,15 @@ CASES = [
     Case("two ranks, one could not add D", Scene(pauses=2, aborts=1, unadded=1, shape=Shape(ranks=2)), 12, 10_000),
     Case("two requests, P could not add D, and believes it dead",
          Scene(pauses=2, losses=1, unadded=1, shape=Shape(requests=2)), 8, 10_000),
+    Case("far: a P that lives can't be reached", Scene(pauses=1, aborts=1, false_deaths=1, shape=FAR), 13, 20_000),
+    Case("far: a write fails, and lands later", Scene(pauses=2, aborts=1, drifts=1, shape=FAR), 12, 10_000),
+    Case("far: P is killed and comes back", Scene(pauses=2, kills=1, reborn_prefills=1, shape=FAR), 12, 5_000),
+    Case("far: two ranks, a write fails, and lands later, P can't be reached",
+         Scene(false_deaths=1, drifts=1, shape=Shape(far=True, ranks=2)), 13, 10_000),
+    Case("far: two requests, P can't be reached twice",
+         Scene(pauses=1, false_deaths=2, shape=Shape(far=True, requests=2)), 9, 20_000),
+    Case("far: two Ps, one can't be reached, the other one's write fails, and lands later",
+         Scene(prefills=2, false_deaths=1, drifts=1, shape=Shape(far=True, requests=2)), 9, 20_000),
 ]
 
 

@@ -8,8 +8,9 @@ any more. Where it does, the two have met in the end. Then the same with one thi
 """
 from dataclasses import dataclass
 
+import msgspec
 import pytest
-from explorer.broken import MeetsOnce
+from explorer.broken import FencesWithTheRenewal, MeetsOnce
 from explorer.holds import HoldScene, search
 
 from vllm_pd.protocol import messages as m
@@ -46,6 +47,14 @@ CASES = [
              HoldScene("AA", pauses=1, aborts=1, losses=1, false_deaths=1, strangers=1), 8, 5_000),
     HoldCase("hold: D is killed while it reads, and comes back",
              HoldScene("AA", pauses=1, aborts=1, kills=1, reborn_reader=True), 9, 5_000),
+    HoldCase("hold, far: time passes, D falls silent", HoldScene("A", pauses=4, aborts=1, errors=1, far=True), 11,
+             3_000),
+    HoldCase("hold, far: each believes the other one dead",
+             HoldScene("AA", pauses=1, mistakes=1, false_deaths=1, far=True), 9, 10_000),
+    HoldCase("hold, far: a read fails, and lands later, while P believes D dead",
+             HoldScene("AA", pauses=1, drifts=1, mistakes=1, far=True), 8, 5_000),
+    HoldCase("hold, far: both are killed, and P comes back",
+             HoldScene("A", pauses=2, kills=2, reborn=True, far=True), 10, 2_000),
 ]
 
 
@@ -96,12 +105,13 @@ class NeverAsks(Holds):
 class ForgetsIncarnation(Holds):
     """A name is a number alone, and tokens are not checked: after a restart it is another hold's."""
 
-    def claim(self, now, sender, message):
+    def claim(self, now, sender, message, is_elsewhere=False):
         ours = next((name for name in self._holds if name.number == message.hold.number), message.hold)
         hold = self._holds.get(ours)
         if hold is not None:
             hold.digest = message.digest
-        return super().claim(now, sender, m.ClaimHold(message.attempt, ours, message.digest))
+        return super().claim(now, sender, m.ClaimHold(message.attempt, ours, message.digest),
+                             is_elsewhere)
 
 
 class IgnoresSender(HoldReads):
@@ -118,9 +128,9 @@ class IgnoresSender(HoldReads):
 class SaysDoneEarly(HoldReads):
     """P gets its message at the end of the attempt, not of its read."""
 
-    def _end(self, read, outcome, reason, detail=""):
+    def _end(self, now, read, outcome, reason, detail=""):
         early = self._done(read.peer, read.attempt, read.hold) if read.state is ReadState.READING else []
-        return super()._end(read, outcome, reason, detail) + early
+        return super()._end(now, read, outcome, reason, detail) + early
 
 
 class AnswersWhileItStops(HoldReads):
@@ -136,15 +146,15 @@ class AnswersWhileItStops(HoldReads):
 class ReleasesEarly(HoldReads):
     """D's blocks are given back with the end of the attempt."""
 
-    def _end(self, read, outcome, reason, detail=""):
+    def _end(self, now, read, outcome, reason, detail=""):
         early = [Released(read.attempt)] if read.state is ReadState.READING else []
-        return super()._end(read, outcome, reason, detail) + early
+        return super()._end(now, read, outcome, reason, detail) + early
 
 
 class TrustsErrors(HoldReads):
     """A read that has failed has ended."""
 
-    def unproven(self, attempt, error):
+    def unproven(self, now, attempt, error):
         return self.ended(attempt, error)
 
 
@@ -165,8 +175,34 @@ class DropsReaders(PrefillProtocol):
 class ForgetsAtOnce(HoldReads):
     """D's ranks forget a P that is gone, whatever they read from it."""
 
-    def peers(self):
+    def open_names(self):
         return set()
+
+
+class TakesSeemingForDeath(PrefillProtocol):
+    """A D on another machine that can't be reached reads nothing any more."""
+
+    def peer_seems_dead(self, now, incarnation):
+        return self.holds.peer_dead(incarnation) + super().peer_seems_dead(now, incarnation)
+
+
+class EndsWithP(HoldReads):
+    """The read from a P that can't be reached has ended."""
+
+    def peer_seems_dead(self, now, peer):
+        actions = super().peer_seems_dead(now, peer)
+        stopped = [read.attempt for read in self._reads.values() if read.state is ReadState.STOPPING]
+        return actions + [action for attempt in stopped for action in self.ended(attempt, "")]
+
+
+class ReadsInAnother(HoldReads):
+    """A grant counts in whatever generation of P."""
+
+    def receive(self, now, sender, message):
+        known = self._holders.get(sender)
+        if isinstance(message, m.HoldGrant) and known is not None:
+            message = msgspec.structs.replace(message, generation=known.generation)
+        return super().receive(now, sender, message)
 
 
 REUSES, OTHER = "P reuses blocks", "the KV of another prompt"
@@ -190,6 +226,15 @@ BROKEN = {  # what is broken, the scene, how deep, what is found
     "D's ranks forget a P that they read from": ({"reads": ForgetsAtOnce}, HoldScene(false_deaths=1), 8, "forget a P"),
     "a P that lives is taken for dead after a read that failed": ({"false_deaths": 1}, HoldScene(drifts=1), 8,
                                                                  "D reuses blocks"),
+    "far: a D that can't be reached is taken for dead": ({"prefill": TakesSeemingForDeath},
+                                                         HoldScene(mistakes=1, far=True), 8, REUSES),
+    "far: P's new agents taken for the end of the old ones": ({"generations": FencesWithTheRenewal},
+                                                              HoldScene(mistakes=1, far=True), 8, REUSES),
+    "far: the read from a P that can't be reached has ended": ({"reads": EndsWithP},
+                                                               HoldScene(false_deaths=1, far=True), 8,
+                                                               "D reuses blocks"),
+    "far: granted in one generation, read in another": ({"reads": ReadsInAnother}, HoldScene(mistakes=1, far=True), 10,
+                                                        REUSES),
     "D's blocks before the read has ended": ({"reads": ReleasesEarly}, HoldScene(aborts=1), 10, "D reuses blocks"),
 }
 

@@ -114,7 +114,8 @@ def test_b3_the_flush_comes_before_all_else_of_its_step():
 def binding(device, progress: Progress) -> SimpleNamespace:
     """As much of a decode engine's `Disaggregation` as these steps use."""
     return SimpleNamespace(
-        _device=device, transfer=device, _progress=progress, _flush_due=False, in_loop=True, _collect=lambda: None,
+        _device=device, transfer=device, _progress=progress, _flush_due=False, _requests=[], in_loop=True,
+        _collect=lambda: None,
         _update_metrics=lambda: None, _note_stall=lambda outputs: None, prefill_jobs=None, _was_busy=False,
         _turns=DecodeTurns(), _timer=None, _end_step=lambda: None, _finished_ids=[], _split_requests={},
         _scheduler=SimpleNamespace(remote_prefilling={}, _finished_requests_ids=[]),

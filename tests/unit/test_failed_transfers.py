@@ -34,6 +34,7 @@ from vllm_pd.protocol.actions import (
     Prefill,
     ReadHold,
     Released,
+    RenewTransport,
     ToBroker,
     ToDecode,
 )
@@ -362,6 +363,9 @@ class Steps(HandoverEngine):
                                                quarantined_blocks=3)
         self.prefill_jobs = pair.jobs
 
+    def _to_ranks(self, requests: list[object]) -> None:
+        """It never gets new transfer agents."""
+
     def _load(self) -> m.Load:
         return m.Load()
 
@@ -412,7 +416,7 @@ class Pair:
                 self.dropped += [event] * isinstance(event, DropPeer)
                 self.holds_ended += [event] * isinstance(event, HoldEnded)
                 self.jobs.handle(event, self.progress)
-            self.events += iter(self.d.poll_event, None)
+            self.events += [event for event in iter(self.d.poll_event, None) if not isinstance(event, RenewTransport)]
 
     def transfer(self, requests: list) -> None:
         """P's rank runs these, and its engine sees what comes of it."""
@@ -425,7 +429,7 @@ class Pair:
             self.jobs.report_end(end)
             self.pump()
             self.jobs.ended(end, self.progress)
-        self.jobs.free_dead(self.progress)
+        self.jobs.free_unproven(self.progress)
         self.pump()
 
     def passes(self, seconds: float) -> None:
@@ -637,7 +641,7 @@ def test_b34_p_reuses_nothing_that_a_read_which_failed_may_fill(pair, dies):
         assert not pair.jobs.has_requests, "there is nothing to cancel"
         pair.ranks[0].agent.land()
         pair.p.control.peer_dead("d")
-        pair.jobs.free_dead(pair.progress)
+        pair.jobs.free_unproven(pair.progress)
         pair.pump()
     assert pair.progress.finished_transfers == [attempt] and pair.dropped == [DropPeer("d")]
     assert not pair.jobs.has_jobs and pair.p.operators.open_attempts() == []
@@ -665,7 +669,7 @@ def test_b20_reads_that_may_fail_leave_blocks_for_others(pair):
     job = list(pair.jobs._jobs)[-1]
     assert not pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 2 * MOST_READS
     pair.p.control.peer_dead("d")
-    pair.jobs.free_dead(pair.progress)
+    pair.jobs.free_unproven(pair.progress)
     assert pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 0
 
 
@@ -724,7 +728,7 @@ def test_b34_what_may_land_is_kept_whatever_the_scheduler_raises(pair):
         pair.transfer(pair.jobs.take_requests(pair.progress))
     assert not pair.jobs.has_jobs and pair.progress.finished_transfers == []
     pair.p.control.peer_dead("d")
-    pair.jobs.free_dead(pair.progress)
+    pair.jobs.free_unproven(pair.progress)
     assert pair.progress.finished_transfers == [attempt]
 
 
@@ -759,7 +763,7 @@ def test_b27_a_job_of_a_d_that_p_is_parted_from_goes_back_at_once(pair, request,
     pair.pump()
     assert not pair.jobs.has_jobs and pair.kinds() == [Fallback, Released]
     assert (pair.events[0].attempt, pair.events[0].reason, pair.events[0].peer) == (attempt, FallbackReason.FAILED, "p")
-    assert "restart one" in pair.events[0].detail and pair.d._core.decode_half.parted == {"p"}
+    assert "not begun anew" in pair.events[0].detail and pair.d._core.decode_half.parted == {"p"}
     pair.p.control.peer_dead("d")
     reborn = m.Attempt("d2", "r", 0)
     pair.p.control.receive(MessageSource.BROKER, "b", m.Offer(m.Job(reborn, "tcp://127.0.0.1:3", TOKENS, 0, 60.0), 3))
@@ -784,7 +788,8 @@ def test_b27_d_takes_its_prompts_to_other_ps_than_the_one_that_it_is_parted_from
     request.getfixturevalue(what)
     pair.events.clear()
     assert pair.d.decode.view().prefill_peers == len(pair.d.decode.prefill_loads().busy) == 0
-    assert pair.d.operators.degraded().cause is Cause.PEER and "restart one" in pair.d.operators.degraded().detail
+    degraded = pair.d.operators.degraded()
+    assert degraded.cause is Cause.PEER and "both make new agents" in degraded.detail
     assert "p" in pair.d.control.watched_peers().busy and not pair.d.decode.knows_holder("p")
     job = put()
     assert job.avoid == ("x", "p")
@@ -800,7 +805,8 @@ def test_b27_d_takes_its_prompts_to_other_ps_than_the_one_that_it_is_parted_from
 
 def test_b27_a_p_that_is_parted_from_every_d_says_so(pair, unread):
     pair.p.operators.set_role(m.Role.PREFILL)
-    assert pair.p.operators.degraded().cause is Cause.PEER and "restart one" in pair.p.operators.degraded().detail
+    degraded = pair.p.operators.degraded()
+    assert degraded.cause is Cause.PEER and "both make new agents" in degraded.detail
     other = msgspec.structs.replace(D, incarnation="d2")
     pair.p.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
     pair.p.control.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
@@ -1067,4 +1073,4 @@ def test_b42_an_engine_that_is_parted_from_its_only_peer_says_so_beside_one_that
     both.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [both.member, other], 0))
     both.decode.read_ended(begin_read(both), "failed", may_land=True)
     degraded = both.operators.degraded()
-    assert degraded.cause is Cause.PEER and "restart one of the two" in degraded.detail
+    assert degraded.cause is Cause.PEER and "both make new agents" in degraded.detail

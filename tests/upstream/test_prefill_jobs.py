@@ -288,10 +288,10 @@ class TestReading:
         engine.abort_request = lambda request_id: jobs.aborted(ATTEMPT)  # as the scheduler calls it, once
         agent.is_dead = lambda incarnation: False
         end(jobs, transfer.Finished(reading.key, False, error="ERR", may_land=True), progress)
-        jobs.free_dead(progress)
+        jobs.free_unproven(progress)
         assert agent.names() == ["read_unproven"] and not progress and not jobs.has_jobs
         agent.is_dead = lambda incarnation: incarnation == "decode-incarnation"
-        jobs.free_dead(progress)
+        jobs.free_unproven(progress)
         assert progress.finished_transfers == [ATTEMPT]
 
     def test_b22_a_read_that_outlived_its_lease_leaves_nothing(self, jobs, agent, reading):

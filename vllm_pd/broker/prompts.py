@@ -18,7 +18,7 @@ MAX_BLOCKS = 8192  # remembered of one engine: a million tokens
 def block_names(job: m.Job) -> list[int]:
     """The names of the full blocks of the job's prompt, as many as a memory can hold."""
     token_ids = job.token_ids[:MAX_BLOCKS * BLOCK_TOKENS]
-    return chain(pack_tokens(token_ids), BLOCK_TOKENS, root_seed(job.lora))
+    return chain(pack_tokens(token_ids), BLOCK_TOKENS, root_seed(None))
 
 
 class PromptMemory:

@@ -25,16 +25,17 @@ from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.peer.degraded import Degraded
-from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
+from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Event, Prefill, RenewTransport, RetireTransport
 from vllm_pd.protocol.messages import Attempt, Load
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.nixl import kept
-from vllm_pd.transfer.requests import Finished
+from vllm_pd.transfer.requests import DestroyOlder, Finished, GenerationMade, MakeGeneration, TransferRequest
 
 logger = logging.getLogger("vllm.pd")
 
 METRICS_PERIOD_S = 0.2
+RETIRE_KEY = "retire"
 _PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
 
@@ -64,6 +65,10 @@ class HandoverEngine(ABC):
         self._degraded: Degraded | None = None  # as the gauge shows it
 
     @abstractmethod
+    def _to_ranks(self, requests: list[TransferRequest]) -> None:
+        """Pass these on to every rank, in order with all others of this engine."""
+
+    @abstractmethod
     def _load(self) -> Load:
         """How busy the engine is, but for its jobs from peers."""
 
@@ -78,7 +83,11 @@ class HandoverEngine(ABC):
         transfers = self.transfer.take_progress()
         for notice in transfers.notices:
             self._guard(self.remote_prefills.notice, notice.payload)
+        for made in transfers.made:
+            self._guard(self._renewed, made)
         for end in transfers.finished:
+            if end.key == RETIRE_KEY:
+                self._guard(self.protocol.transport.retired, end.ok, end.error)
             self._guard(self.remote_prefills.grant_closed, end)
             if self.holds is not None:
                 self._guard(self.holds.ended, end)
@@ -96,7 +105,7 @@ class HandoverEngine(ABC):
             self.remote_prefills.held_blocks = self.holds.blocks
         self._guard(self.remote_prefills.give_back, self._progress, self.stalled)
         if self.prefill_jobs is not None:
-            self._guard(self.prefill_jobs.free_dead, self._progress)  # after the events: a later death wakes us again
+            self._guard(self.prefill_jobs.free_unproven, self._progress)  # after the events: a later one wakes us
             self.remote_prefills.unproven_blocks = self.prefill_jobs.unproven_blocks
             self.prefill_jobs.quarantined_blocks = self.remote_prefills.quarantined_blocks
             self._guard(self._give_back_jobs)
@@ -149,7 +158,20 @@ class HandoverEngine(ABC):
             self._guard(jobs.give_back, [attempt], reason, self._progress)
         self._guard(jobs.set_credits)
 
+    def _renewed(self, made: GenerationMade) -> None:
+        if made.error:
+            self.protocol.transport.not_renewed(made.error)
+        else:
+            self.protocol.transport.renewed(made.name, made.metadata)
+
+    def _renew(self, event: RenewTransport | RetireTransport, progress: Progress) -> None:
+        """Pass it on to the ranks, in order with all other requests."""
+        is_new = isinstance(event, RenewTransport)
+        self._to_ranks([MakeGeneration(event.name) if is_new else DestroyOlder(RETIRE_KEY)])
+
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
+        if isinstance(event, RenewTransport | RetireTransport):
+            return self._renew
         if isinstance(event, _PREFILL_EVENTS) and self.prefill_jobs is not None:
             return self.prefill_jobs.handle
         return self.remote_prefills.handle

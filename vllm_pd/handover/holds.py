@@ -115,9 +115,9 @@ class HeldPrompts:
             self._count(event.end.value)
             progress.finished_transfers.append(event.hold)
         elif isinstance(event, DropPeer):
-            self._known.discard(event.incarnation)
+            self._known.discard(event.name)
             if self._tells_ranks:
-                self._execute([DropTransferPeer(event.incarnation)])
+                self._execute([DropTransferPeer(event.name)])
 
     def ended(self, end: Finished) -> None:
         """A transfer has ended on all ranks, which may be one of our reads."""

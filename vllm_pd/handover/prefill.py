@@ -246,9 +246,9 @@ class PrefillHandover(ABC):
         elif isinstance(event, Cancelled):
             self._cancel(event.attempt, progress)
         elif isinstance(event, AddPeer):
-            self._requests.append(transfer.AddTransferPeer(event.incarnation, event.metadata))
+            self._requests.append(transfer.AddTransferPeer(event.name, event.metadata))
         elif isinstance(event, DropPeer):
-            self._requests.append(transfer.DropTransferPeer(event.incarnation))
+            self._requests.append(transfer.DropTransferPeer(event.name))
 
     def ignored(self, attempt: Attempt) -> None:
         """The scheduler refused the job's request: it fits neither the pool nor the batch. It owns no blocks."""
@@ -401,9 +401,9 @@ class PrefillHandover(ABC):
             self._metrics.transfer_bytes(end.bytes)
             self.prefix_cost.moved(len(write.local_block_ids) * self._block_size, end.seconds)
 
-    def free_dead(self, progress: Progress) -> None:
-        """Free what failed reads may have filled, once their peers are dead."""
-        for job in [one for one in self._unproven_reads if self._session.is_dead(one.prefill.peer)]:
+    def free_unproven(self, progress: Progress) -> None:
+        """Free what failed reads may have filled, once nothing of them lands any more."""
+        for job in [one for one in self._unproven_reads if not self._session.may_land(one.prefill.attempt)]:
             self._unproven_reads.remove(job)
             progress.finished_transfers.append(job.prefill.attempt)
 
@@ -470,7 +470,7 @@ class PrefillHandover(ABC):
 
     def _give_up_read(self, job: PeerJob, end: transfer.Finished) -> None:
         """The job's read has failed, and may still land. The scheduler, or the binding, keeps the blocks of the parked
-        request until `free_dead`."""
+        request until `free_unproven`."""
         logger.warning("job %s is given up, for its prefix could not be read: %s", job.prefill.attempt, end.error)
         self._metrics.prefix_read("failed", 0)
         job.cancelled = True  # so that `aborted` cancels nothing

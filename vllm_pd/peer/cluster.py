@@ -25,7 +25,7 @@ class QueueView(msgspec.Struct, frozen=True):
 
 
 class ClusterView:
-    """Heartbeats, the registry as it was last sent, and which engines are dead as a fact."""
+    """Heartbeats, the registry as it was last sent, and which engines are dead as a fact, or seem to be."""
 
     def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float, local_only: bool = False):
         """`local_only`: members with an address beyond the loopback are left out."""
@@ -45,6 +45,8 @@ class ClusterView:
         self._refused_at = 0.0
         self._members: dict[str, m.Member] = {}
         self._dead: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._seems_dead: dict[str, float] = {}  # since when, of engines on other machines
+        self._ttl_s = ttl_s
         self._prefills: list[m.Member] = []
         self.queue_tokens: int | None = None  # prompt tokens that wait at the broker; None: not known
         self._loads: dict[str, m.PrefillLoad] = {}  # as last reported
@@ -87,6 +89,17 @@ class ClusterView:
         """Whether the process of this engine is known to be gone."""
         return incarnation in self._dead
 
+    def seems_dead(self, now: float, incarnation: str) -> bool:
+        """This engine, on another machine, can't be reached. It is left out until it is heard, or for `ttl_s`: by then
+        the registry lists it no longer if it is dead. Returns whether this is news."""
+        is_news = incarnation not in self._seems_dead
+        self._seems_dead[incarnation] = now
+        return is_news
+
+    def heard_of(self, incarnation: str) -> bool:
+        """A message of this engine has come. Returns whether it seemed dead."""
+        return self._seems_dead.pop(incarnation, None) is not None
+
     def listed(self) -> m.Member | None:
         """The entry of this engine in the registry; None where there is none."""
         return self._members.get(self.member.incarnation)
@@ -97,6 +110,7 @@ class ClusterView:
         if self.up and now - self._checked_at > ASLEEP_HEARTBEATS * self.heartbeat_s:
             self.heard_at = max(self.heard_at, now - self.heartbeat_s)
         self._checked_at = now
+        self._seems_dead = {name: since for name, since in self._seems_dead.items() if now < since + self._ttl_s}
         if self.up and now - self.heard_at >= self.silent_s:
             self.up = False
 
@@ -111,7 +125,8 @@ class ClusterView:
 
     def prefills(self, greeted: Collection[str]) -> list[str]:
         """The registered prefill engines that fit and are in `greeted`: one that can't reach us takes no job."""
-        return [member.incarnation for member in self._prefills if member.incarnation in greeted]
+        return [member.incarnation for member in self._prefills
+                if member.incarnation in greeted and member.incarnation not in self._seems_dead]
 
     def refused(self, now: float, mismatch: str) -> None:
         """A peer did not fit when it sent a message to us."""

@@ -17,6 +17,7 @@ from vllm_pd.peer.degraded import Degraded
 from vllm_pd.peer.operators import OperatorSession
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, ToBroker
+from vllm_pd.protocol.generations import Phase, is_elsewhere
 
 logger = logging.getLogger("vllm.pd")
 
@@ -71,6 +72,9 @@ class ControlSession(Session):
             return True
         if self._cluster.is_dead(sender):
             return False
+        if self._cluster.heard_of(sender):
+            logger.error("engine %s, on another machine, seemed dead and lives: something between the two cuts "
+                         "connections off. They work together again", sender)
         half = self._decode if source is MessageSource.PREFILL else self._prefill
         self._do(half.receive(self._clock(), sender, message))
         return True
@@ -115,6 +119,7 @@ class ControlSession(Session):
         self._decode.peers_are(now, self._cluster.prefills(self._core.greeted()), listed)
         self._do(self._decode.handle_timeout(now))
         self._do(self._prefill.handle_timeout(now))
+        self._check_generations(now)
         degraded = self._operators.degraded()
         if degraded != self.last_degraded:
             self.last_degraded = degraded
@@ -125,7 +130,8 @@ class ControlSession(Session):
         """When there is next something to do, by the clock or at once (-inf)."""
         if self._core.outbox or not self._core.announced:
             return float("-inf")
-        due = [self._decode.next_timeout(), self._prefill.next_timeout(), self._cluster.next_timeout()]
+        due = [self._decode.next_timeout(), self._prefill.next_timeout(), self._cluster.next_timeout(),
+               self._core.generations.next_timeout(self._core.halves)]
         return min(when for when in due if when is not None)
 
     @locked
@@ -168,6 +174,22 @@ class ControlSession(Session):
         self._do(self._prefill.peer_dead(now, incarnation))
 
     @locked
+    def lifeline_gone(self, incarnation: str) -> None:
+        """The lifeline of that engine refuses, and no connection between the two is left. On one machine that is its
+        death. Between machines something in between may do so: then the engine is doubted, and not dead."""
+        peers = {**self._decode.peers, **self._prefill.peers()}
+        member = peers.get(incarnation)
+        if member is None or not is_elsewhere(self.member, member):
+            self.peer_dead(incarnation)
+            return
+        now = self._clock()
+        if self._cluster.seems_dead(now, incarnation):
+            logger.error("engine %s at %s, on another machine, can't be reached: its lifeline refuses. What it was to "
+                         "do is done without it", incarnation, member.address)
+        self._do(self._decode.peer_seems_dead(now, incarnation))
+        self._do(self._prefill.peer_seems_dead(now, incarnation))
+
+    @locked
     def mismatch(self, other_protocol: int | None = None) -> str | None:
         """Why a peer does not fit, or did not when it last spoke to us. `other_protocol` is the version of a peer that
         speaks another protocol."""
@@ -201,6 +223,15 @@ class ControlSession(Session):
             self.state.left = True
             self._core.outbox.append(ToBroker(m.Leave()))
             logger.info("drained: nothing is open any more")
+
+    def _check_generations(self, now: float) -> None:
+        ours, halves = self._core.generations, self._core.halves
+        was = ours.phase
+        self._do(ours.handle_timeout(now, halves))
+        if was is Phase.STEADY and ours.phase is Phase.RENEWING:
+            failed = f" (a transfer failed with {', '.join(sorted(ours.parted))})" if ours.parted else ""
+            logger.warning("in doubt about what peers do with this engine's memory%s: it makes new transfer agents, "
+                           "and then destroys the present ones", failed)
 
     def _check_steps(self, now: float) -> None:
         """Notice a prefill engine whose step loop hangs: its leases would be renewed for ever. A decode engine that

@@ -18,8 +18,9 @@ from vllm_pd.peer.posted_jobs import PostedJobs
 from vllm_pd.peer.state import EngineState
 from vllm_pd.peer.step_watch import HUNG_S, StepWatch
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.actions import EVENTS, Action, Event, Prefill
+from vllm_pd.protocol.actions import EVENTS, Action, AddPeer, DropPeer, Event, Prefill
 from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.holds import HoldLimits
 from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
 
@@ -44,13 +45,13 @@ class PeerCore:
         self.clock = clock
         self.member = member
         self.state = EngineState(member)
-        self.parted: set[str] = set()  # see DecodeProtocol
+        self.generations = Generations(member.incarnation, transfer_metadata, config.lease_s)
         self.decode_half = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
-            ttl_s=config.ttl_s, own_fence=config.is_two_sided), self.parted)
+            ttl_s=config.ttl_s, own_fence=config.is_two_sided), self.generations)
         self.prefill_half = PrefillProtocol(member, transfer_metadata, PrefillLimits(
-            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s)), self.parted, self.decode_half.reads,
-            secrets.token_bytes(SECRET_BYTES))
+            ttl_s=config.ttl_s, holds=HoldLimits(hold_s=config.hold_s, lease_s=config.lease_s)), self.generations,
+            self.decode_half.reads, secrets.token_bytes(SECRET_BYTES))
         self.cluster = ClusterView(member, config.heartbeat_s, config.ttl_s, local_only=config.keys is None)
         self.credits = JobCredits(config.max_prefill_tokens)
         self.refusal = ""  # why every job is refused
@@ -61,6 +62,7 @@ class PeerCore:
         self.wakeup: Callable[[], None] | None = None
         self.events: collections.deque[Event] = collections.deque()
         self.outbox: collections.deque[Action] = collections.deque()
+        self._written: set[str] = set()  # transport names of Ds that the ranks were asked to add
         self.announced = True  # whether the engine has polled, or was woken for, all that there is
         self.shut_detail = ""  # why nothing is sent or received any more
         self.steps = StepWatch()
@@ -77,16 +79,32 @@ class PeerCore:
             if isinstance(action, Prefill) and self.refusal:
                 self.do(self.prefill_half.failed(self.clock(), action.attempt, self.refusal))
             elif isinstance(action, EVENTS):
-                self.events.append(action)
-                self.announced = False
+                if self._is_for_ranks(action):
+                    self.events.append(action)
+                    self.announced = False
             else:
                 self.outbox.append(action)
         if actions:
             self.wake()
 
+    def _is_for_ranks(self, event: Event) -> bool:
+        """False for the drop of a P that was read from and, as a D, is written to."""
+        if isinstance(event, AddPeer):
+            self._written.add(event.name)
+        elif isinstance(event, DropPeer):
+            if event.was_read:
+                return event.name not in self._written
+            self._written.discard(event.name)
+        return True
+
+    @property
+    def halves(self) -> tuple[DecodeProtocol, PrefillProtocol]:
+        """Both halves."""
+        return self.decode_half, self.prefill_half
+
     def greeted(self) -> set[str]:
         """The prefill engines that have greeted this one and can hand a prefill over to it."""
-        return self.decode_half.peers.keys() - self.parted
+        return self.decode_half.peers.keys() - self.generations.parted
 
     def jobs(self) -> set[m.Attempt]:
         """The jobs of peers that something is still done for here."""
@@ -129,7 +147,7 @@ class Session:
         self._core = core
         self._clock = core.clock
         self._cluster = core.cluster
-        self._parted = core.parted
+        self._parted = core.generations.parted
         self._do = core.do
 
     @property

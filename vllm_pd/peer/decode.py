@@ -61,7 +61,7 @@ class DecodeSession(Session):
     @locked
     def abort(self, attempt: m.Attempt) -> None:
         """The client is gone; `Released` follows. No effect on an attempt that has ended."""
-        self._do(self._decode.abort(self._clock(), attempt) + self._decode.reads.abort(attempt))
+        self._do(self._decode.abort(self._clock(), attempt) + self._decode.reads.abort(self._clock(), attempt))
 
     @locked
     def abort_all(self) -> None:
@@ -94,8 +94,9 @@ class DecodeSession(Session):
         all has arrived."""
         reads, peer = self._decode.reads, self._decode.reads.peer_of(attempt)
         if may_land and peer and not self._cluster.is_dead(peer):
-            self._parted.add(peer)
-            self._do(reads.unproven(attempt, error))
+            self._do(reads.unproven(self._clock(), attempt, error))
+            if attempt in reads.unproven_reads():
+                self._parted.add(peer)
         else:
             self._do(reads.ended(attempt, error))
             self._do(self._prefill.read_ended(self._clock(), peer))

@@ -91,12 +91,13 @@ class OperatorSession(Session):
         mismatch = self._cluster.find_mismatch(self._clock())
         if mismatch is not None and not self._parted:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
-        parted = ", but one whose transfers with this one have failed: restart one of the two" if self._parted else ""
+        parted = ", but one whose transfers with this one have failed: both make new agents" if self._parted else ""
         return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there{parted}")
 
     @locked
     def lasting_attempts(self) -> set[m.Attempt]:
-        """The open ones that nothing ends but a death: a peer's, or that of this engine."""
+        """The open ones that may last for long: nothing ends them but new transfer agents, here or there, or a death: a
+        peer's, or that of this engine."""
         return (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.given_up()
                 | self._decode.reads.unproven_reads())
 
@@ -127,6 +128,7 @@ class OperatorSession(Session):
             "holds": len(self._prefill.holds),
             "peers": len(self._prefill.peers()) + len(self._decode.peers),
             "parted": len(self._parted),
+            "generation": self._core.generations.current,
             "unadded": len(self._prefill.unadded_peers()),
         }
 

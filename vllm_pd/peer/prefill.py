@@ -81,32 +81,32 @@ class PrefillSession(Session):
 
     @locked
     def unproven(self, attempt: m.Attempt, reason: str) -> None:
-        """A write of the job has failed, and its bytes may land until this engine or D has ended. To be called while
-        the engine still has that write as open: what it reports of the job later has no effect."""
+        """A write of the job has failed, and its bytes may land until this engine, D or its generation has ended. To be
+        called while the engine still has that write as open: what it reports of the job later has no effect."""
         if self._cluster.is_dead(attempt.incarnation):
             self._do(self._prefill.ended(self._clock(), attempt))
         else:
-            self._do(self._prefill.unproven(attempt, reason))
+            self._do(self._prefill.unproven(self._clock(), attempt, reason))
 
     @locked
     def read_unproven(self, attempt: m.Attempt, reason: str) -> None:
-        """The job has failed, for the read of D's prefix has, and that may land in our blocks until D has ended
-        (`is_dead`). To be called while the job is the protocol's: D may be forgotten afterwards."""
+        """The job has failed, for the read of D's prefix has, and that may land in our blocks while `may_land`. To be
+        called while the job is the protocol's: D may be forgotten afterwards."""
         if self._cluster.is_dead(attempt.incarnation):
             self._do(self._prefill.failed(self._clock(), attempt, reason))
         else:
             self._do(self._prefill.read_unproven(self._clock(), attempt, reason))
 
     @locked
-    def peer_unadded(self, incarnation: str, reason: str) -> None:
-        """The transport could not add this engine, of which an `AddPeer` was polled."""
-        self._prefill.peer_unadded(self._clock(), incarnation, reason[:MAX_REASON_CHARS])
+    def peer_unadded(self, name: str, reason: str) -> None:
+        """The transport could not add this engine, of which an `AddPeer` was polled, under this name."""
+        self._prefill.peer_unadded(self._clock(), name, reason[:MAX_REASON_CHARS])
         self._core.wake()
 
     @locked
-    def is_dead(self, incarnation: str) -> bool:
-        """Whether the process of this engine is known to be gone."""
-        return self._cluster.is_dead(incarnation)
+    def may_land(self, attempt: m.Attempt) -> bool:
+        """Whether a read that failed, of D's prefix for this job, may still land in our blocks."""
+        return attempt in self._prefill.unproven_reads()
 
     @locked
     def jobs(self) -> set[m.Attempt]:

@@ -15,6 +15,7 @@ from vllm_pd.peer.core import PeerCore, Session, locked
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.peer.operators import OperatorSession
 from vllm_pd.peer.prefill import PrefillSession
+from vllm_pd.peer.transport import TransportSession
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Event, Prefill
 
@@ -24,14 +25,15 @@ if TYPE_CHECKING:
 
 class PeerProtocol(Session):
     """The protocol of one engine, made of sessions: `decode` has what a decode engine calls, `prefill` what a prefill
-    engine calls, `operators` what operators and the front end ask, and `control` what the control thread calls. What an
-    engine of either role calls is here."""
+    engine calls, `transport` what an engine says of its ranks' transfer agents, `operators` what operators and the
+    front end ask, and `control` what the control thread calls. What an engine of either role calls is here."""
 
     def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, clock: Callable[[], float]):
         core = PeerCore(config, member, transfer_metadata, clock)
         super().__init__(core)
         self.decode = DecodeSession(core)
         self.prefill = PrefillSession(core)
+        self.transport = TransportSession(core)
         self.operators = OperatorSession(core)
         self.control = ControlSession(core, self.operators)
 

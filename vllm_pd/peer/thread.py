@@ -210,9 +210,10 @@ class ControlThread:
             peers = self._control.watched_peers()
             self.liveness.watch(now, peers.introduced, peers.busy)
             gone = self.liveness.confirm_gone(now, [name for name, one in peers.known.items() if self._is_gone(one)])
-        gone += self.liveness.poll_probes(now, self._is_connected)
         for incarnation in gone:
             self._control.peer_dead(incarnation)
+        for incarnation in self.liveness.poll_probes(now, self._is_connected):
+            self._control.lifeline_gone(incarnation)
 
     def _is_connected(self, incarnation: str) -> bool:
         return self.sockets.is_connected(incarnation, self._control.hello, self._control.hello_reply)

@@ -67,7 +67,7 @@ class Released(msgspec.Struct, frozen=True):
 
 class ReadHold(msgspec.Struct, frozen=True):
     """D: read these blocks of P, which keeps them, into our own, pairwise; call `read_ended` when no byte of the read
-    can land any more. `metadata` says how P's memory is reached."""
+    can land any more. `peer` is P's transport name (`names`), `metadata` says how P's memory is reached."""
     attempt: Attempt
     peer: str
     metadata: bytes
@@ -82,8 +82,8 @@ class StopRead(msgspec.Struct, frozen=True):
 
 class Prefill(msgspec.Struct, frozen=True):
     """P: prefill this prompt. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before
-    them in D's cache, and `cached_block_ids` says where. `peer` is D's incarnation, added by an earlier `AddPeer`.
-    `priority` is that of D's request."""
+    them in D's cache, and `cached_block_ids` says where. `peer` is D's transport name (`names`), added by an earlier
+    `AddPeer`. `priority` is that of D's request."""
     attempt: Attempt
     token_ids: list[int]
     block_ids: list[int]
@@ -118,18 +118,32 @@ class HoldEnded(msgspec.Struct, frozen=True):
 
 
 class AddPeer(msgspec.Struct, frozen=True):
-    """P: a decode engine that may be written to from now on. Comes before any `Prefill` of it."""
-    incarnation: str
+    """P: a decode engine that may be written to from now on, under this transport name. Comes before any `Prefill` of
+    it."""
+    name: str
     metadata: bytes
 
 
 class DropPeer(msgspec.Struct, frozen=True):
-    """P: this decode engine is gone, and no attempt of it is open any more. D: so is this P that was read from."""
-    incarnation: str
+    """P: nothing of this decode engine, under this transport name, is open any more. D (`was_read`): nor of this P that
+    was read from."""
+    name: str
+    was_read: bool = False
+
+
+class RenewTransport(msgspec.Struct, frozen=True):
+    """Have every rank make a second transfer agent over the same memory, and use it for all that begins from then on;
+    call `renewed`, or `not_renewed`. `name` is this engine's transport name with it."""
+    name: str
+
+
+class RetireTransport(msgspec.Struct, frozen=True):
+    """Have every rank destroy its transfer agents but the newest; call `retired` when nothing of them lands, here, or
+    is read. What goes on in them ends."""
 
 
 Event = (Prefilled | Timed | Fallback | Released | Prefill | Cancelled | AddPeer | DropPeer | ReadHold | StopRead
-         | HoldEnded)
+         | HoldEnded | RenewTransport | RetireTransport)
 
 
 class ToBroker(msgspec.Struct, frozen=True):

@@ -6,9 +6,10 @@ rank's notice ends it (DONE). Or it ends as FAILED (P's message, P's death, no q
 EXPIRED (lease or deadline). An end is final and comes once.
 
 The *fence* is separate from the state: from the grant on, P may write the blocks. They are free again only by a message
-of P (failed, stopped, every rank's notice) or by P's death as a fact, never by time. An attempt that has ended while
-its fence is up is kept, and P is asked to stop again and again, until one of these comes. Then the record is deleted; a
-message about an attempt without a record changes nothing but a counter.
+of P (failed, stopped, every rank's notice), by P's death as a fact, or, of a P on another machine, once the generation
+ends in which they were granted (`generations`); never by time. An attempt that has ended while its fence is up is kept,
+and P is asked to stop again and again, until one of these comes. Then the record is deleted; a message about an attempt
+without a record changes nothing but a counter.
 """
 import collections
 from collections.abc import Callable, Collection
@@ -30,10 +31,13 @@ from vllm_pd.protocol.actions import (
     ToBroker,
     ToPrefill,
 )
+from vllm_pd.protocol.generations import DOUBT_S, Generations, is_elsewhere
 from vllm_pd.protocol.hold_reads import HoldReads
 
 _LONG_AGO, _NEVER = float("-inf"), float("inf")
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
+_SEEMS_DEAD = "the prefill engine, on another machine, can't be reached any more"
+_TOO_SLOW = "it took longer than a lease after this engine has made new transfer agents"
 
 
 class AttemptState(Enum):
@@ -76,14 +80,18 @@ class _Record:
         self.cached_blocks = cached_blocks
         self.state = AttemptState.QUEUED
         self.fenced = False
-        self.given_up = False  # by P, whose writes may land until P or this engine has ended
+        self.given_up = False  # by P, whose writes may land until P, this engine or the generation has ended
         self.submitted = self.deadline = self.next_put = 0.0
         self.times_queued = 0  # by the present broker; each time but the last, a P has taken it and has not claimed it
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
         self.peers_lost_at: float | None = None
         self.peer = ""
+        self.is_elsewhere = False
         self.claim = -1
         self.ranks = 1
+        self.generation = 0  # in which it was granted
+        self.seems_lost = False  # P seems dead
+        self.cancelled_at = 0.0
         self.writing_at: float | None = None
         self.arrived: set[int] = set()
         self.timings = m.Timings()
@@ -91,22 +99,20 @@ class _Record:
 
 class DecodeProtocol:
     """All attempts of one decode engine. No method blocks, reads a clock, or raises because of what a peer does.
-    `parted` are the engines with which a transfer has failed that may still land: no further one begins until they are
-    dead. Both halves of an engine have the same set, and add to it."""
+    `generations` are those of the engine, which both of its halves have; one that never renews where none are given."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: DecodeLimits,
-                 parted: set[str] | None = None):
+                 generations: Generations | None = None):
         self.member = member
         self.limits = limits
         self.mismatch: str | None = None
-        self.hello_reply = m.HelloReply(member, transfer_metadata)
+        self.generations = generations or Generations(member.incarnation, transfer_metadata, limits.lease_s)
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.peers: dict[str, m.Member] = {}
-        self.parted: set[str] = set() if parted is None else parted
         self._listed: Collection[str] = ()  # see `peers_are`
         self.reads = HoldReads(member, limits.ttl_s, limits.claim_retry_s / 4, limits.lease_s, self.counters,
-                               self.dropped)
+                               self.dropped, self.generations)
         self._records: dict[m.Attempt, _Record] = {}
         self._done: dict[m.Attempt, _Record] = {}
         self._done_order: collections.deque[m.Attempt] = collections.deque()
@@ -257,14 +263,74 @@ class DecodeProtocol:
         """The process of a P is gone, as a fact: it will never write again."""
         self.peers.pop(incarnation, None)
         self.parted.discard(incarnation)
-        actions = self.reads.peer_dead(incarnation)
-        for record in [r for r in self._records.values() if r.fenced and r.peer == incarnation]:
+        actions = self.reads.peer_dead(now, incarnation)
+        for record in self._fenced_by(incarnation):
             actions += self._p_stopped(now, record, FallbackReason.PEER, "the prefill engine died")
         return actions
 
+    def peer_seems_dead(self, now: float, incarnation: str) -> list[Action]:
+        """A P on another machine can't be reached, and may live all the same. Nothing is waited for that it has; its
+        fences stay up until the generation has ended. If it lives, it is a peer as before."""
+        actions = self.reads.peer_seems_dead(now, incarnation)
+        for record in self._fenced_by(incarnation):
+            record.seems_lost = True
+            if self.limits.own_fence:
+                actions += self._p_stopped(now, record, FallbackReason.PEER, _SEEMS_DEAD)
+            elif not record.state.ended:
+                actions += self._end(now, record, AttemptEnd.FAILED, FallbackReason.PEER, _SEEMS_DEAD)
+        return actions
+
+    # The generations: see `generations.Half`.
+
+    def doubts_at(self) -> float:
+        """See Half."""
+        if self.limits.own_fence:  # without any P's help nothing lands
+            return _NEVER
+        if self.parted:
+            return _LONG_AGO
+        return min([self.reads.doubts_at(), *map(self._doubted_at, self._records.values())])
+
+    def is_busy(self, now: float) -> bool:
+        """See Half. Of a P on this machine nothing goes on in a write that it has given up."""
+        return self.reads.is_busy(now) or any(
+            record.fenced and not record.given_up and now < self._doubted_at(record)
+            for record in self._records.values() if record.generation < self.generations.current)
+
+    def renewed(self, now: float) -> list[Action]:
+        """See Half."""
+        return self._tell_peers()
+
+    def close(self, now: float) -> list[Action]:
+        """See Half."""
+        actions: list[Action] = []
+        for record in [r for r in self._records.values() if r.fenced and r.generation < self.generations.current]:
+            if not record.state.ended:
+                actions += self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.LEASE, _TOO_SLOW)
+        return actions
+
+    def retired(self, now: float) -> list[Action]:
+        """See Half. What a P on this machine may do stays as it is."""
+        actions = self.reads.retired() + self._tell_peers()
+        for record in [r for r in self._records.values() if r.fenced and r.generation < self.generations.oldest]:
+            if record.is_elsewhere:
+                self.counters["fenced_by_retiring"] += 1
+                actions += self._p_stopped(now, record, FallbackReason.LEASE, _TOO_SLOW)
+        return actions
+
+    def _doubted_at(self, record: _Record) -> float:
+        if not (record.fenced and record.is_elsewhere):
+            return _NEVER
+        if record.given_up or record.seems_lost:
+            return _LONG_AGO
+        return record.cancelled_at + DOUBT_S if record.state.ended else _NEVER
+
+    def _tell_peers(self) -> list[Action]:
+        """All Ps are to know the generations."""
+        return [ToPrefill(name, self.hello_reply) for name in self.peers]
+
     def shut(self, now: float, detail: str) -> list[Action]:
         """The control thread ends: every open attempt falls back. Fences stay up, for P can't be heard any more."""
-        actions = self.reads.shut(detail)
+        actions = self.reads.shut(now, detail)
         for record in list(self._records.values()):
             if not record.state.ended:
                 actions += self._end(now, record, AttemptEnd.FAILED, FallbackReason.CONTROL, detail)
@@ -288,6 +354,17 @@ class DecodeProtocol:
         return None if due == _NEVER else due
 
     # State, for the engine and the tests.
+
+    @property
+    def parted(self) -> set[str]:
+        """See Generations."""
+        return self.generations.parted
+
+    @property
+    def hello_reply(self) -> m.HelloReply:
+        """The answer to a P that fits."""
+        ours = self.generations
+        return m.HelloReply(self.member, ours.metadata, ours.current, ours.oldest)
 
     def uncomputed(self) -> dict[str, list[int]]:
         """The prompt tokens, without what is cached here, of each job that no P has computed as far as is known: by the
@@ -370,7 +447,7 @@ class DecodeProtocol:
             return [ToPrefill(sender, m.Refused(*map(str, difference)))]
         actions = [] if sender in self.peers else self._forget_idle_peers()
         self.peers[sender] = theirs
-        self.reads.met(sender, message.transfer_metadata)
+        actions += self.reads.met(sender, message.transfer_metadata, message.generation)
         return [*actions, ToPrefill(sender, self.hello_reply)]
 
     def _forget_idle_peers(self) -> list[Action]:
@@ -404,8 +481,11 @@ class DecodeProtocol:
                 return self._deny(sender, message, m.DenyReason.TAKEN)
             self.dropped["claim_duplicate"] += 1
             return [ToPrefill(sender, self._grant(record))]
+        if message.generation != self.generations.current:  # it is to learn the present one
+            return self._deny(sender, message, m.DenyReason.UNPEERED)
         record.state, record.fenced = AttemptState.GRANTED, True
         record.peer, record.claim, record.ranks = sender, message.claim, message.ranks
+        record.generation, record.is_elsewhere = message.generation, is_elsewhere(self.member, self.peers[sender])
         record.granted_at = now
         record.lease_until = now + self.limits.lease_s
         record.timings = msgspec.structs.replace(record.timings, queue_s=max(0.0, now - record.submitted))
@@ -489,6 +569,8 @@ class DecodeProtocol:
             actions.append(ToBroker(m.Withdraw(record.attempt)))
         if not record.fenced:
             return actions + self._release(record)
+        if record.is_elsewhere:
+            record.cancelled_at = now
         return actions + self._cancel(now, record)
 
     def _release(self, record: _Record) -> list[Action]:
@@ -552,6 +634,10 @@ class DecodeProtocol:
         return max(lost_at, record.submitted)
 
     # Helpers.
+
+    def _fenced_by(self, peer: str) -> list[_Record]:
+        """The records whose blocks this P may write."""
+        return [record for record in self._records.values() if record.fenced and record.peer == peer]
 
     def _held_by(self, sender: str, message: m.Message) -> _Record | None:
         """The record that was granted to this sender for this claim, if its fence is up; else None."""

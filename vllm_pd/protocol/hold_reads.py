@@ -7,14 +7,17 @@ any attempt: `Prefilled`, or `Fallback`, or the engine's own `abort`.
 
 An attempt that ends while its ranks read becomes STOPPING: its blocks stay set aside until the ranks have said that no
 byte lands any more, for only they know; then come `Released`, and HoldDone to P. A read that failed, and may still
-land, ends with P's death instead. P gets its HoldDone at once, for nothing that still comes is used. An attempt without
-a record reads nothing, and never will, for its number is used once. So a question of P about one is answered at once.
+land, ends with P's death instead, or with our generation in which it began (`generations`), and so does one that does
+not end. P gets its HoldDone at once, for nothing that still comes is used. An attempt without a record reads nothing,
+and never will, for its number is used once. So a question of P about one is answered at once.
 
 The claim is repeated while D reads, and P's answer renews the lease: a P that is silent for that long has lost the
 attempt, whatever its memory still gives.
 """
 from collections.abc import Iterable
 from enum import Enum
+
+import msgspec
 
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
@@ -29,8 +32,10 @@ from vllm_pd.protocol.actions import (
     StopRead,
     ToPrefill,
 )
+from vllm_pd.protocol.generations import DOUBT_S, Generations
+from vllm_pd.protocol.names import generation_name, incarnation_of
 
-_NEVER = float("inf")
+_LONG_AGO, _NEVER = float("-inf"), float("inf")
 
 
 class ReadState(Enum):
@@ -53,29 +58,43 @@ class _HoldRead:
         self.deadline = deadline
         self.state = ReadState.CLAIMING
         self.granted = False
-        self.unproven = False  # it has failed, and its bytes may land until P or this engine has ended
-        self.lease_until = self.next_claim = 0.0
+        self.unproven = False  # it has failed, and its bytes may land until P, this engine or the generation has ended
+        self.lease_until = self.next_claim = self.stopping_at = 0.0
+        self.generation = 0  # of P, in which it is claimed
+        self.own_generation = 0  # the newest one that it may go through
 
     @property
     def peer(self) -> str:
         return self.hold.incarnation
 
+    @property
+    def name(self) -> str:
+        """What our transport calls P."""
+        return generation_name(self.peer, self.generation)
+
+
+class _KnownHolder(msgspec.Struct, frozen=True):
+    """How the memory of a P that has greeted us is read at present."""
+    metadata: bytes
+    generation: int
+
 
 class HoldReads:
     """All reads of one decode engine. It counts in the caller's counters. A claim waits `claim_wait_s` for its first
-    answer, and a read `lease_s` for each further one."""
+    answer, and a read `lease_s` for each further one. `generations` are the engine's."""
 
     def __init__(self, member: m.Member, claim_wait_s: float, claim_retry_s: float, lease_s: float,
-                 counters: m.Counters, dropped: m.Counters):
+                 counters: m.Counters, dropped: m.Counters, generations: Generations):
         self.member = member
         self.claim_wait_s = claim_wait_s
         self.claim_retry_s = claim_retry_s
         self.lease_s = lease_s
         self.counters = counters
         self.dropped = dropped
+        self._generations = generations
         self._reads: dict[m.Attempt, _HoldRead] = {}
-        self._metadata: dict[str, bytes] = {}  # by P, of those that have greeted us
-        self._read_from: set[str] = set()  # the Ps that our ranks know
+        self._holders: dict[str, _KnownHolder] = {}  # the Ps that have greeted us
+        self._read_from: set[str] = set()  # transport names that our ranks know
         self._leaving: set[str] = set()  # those of them that are gone, to be dropped when no read is open
         self._missing: dict[str, float] = {}  # those of them that nobody has known since then, and that are not read
 
@@ -88,16 +107,16 @@ class HoldReads:
         read = _HoldRead(attempt, hold, digest, list(block_ids), cached_blocks, now + deadline_s)
         self._reads[attempt] = read
         if not self.knows(read.peer):
-            return self._end(read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine is not known")
+            return self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine is not known")
         read.lease_until = now + self.claim_wait_s
         return self._claim(now, read)
 
-    def abort(self, attempt: m.Attempt) -> list[Action]:
+    def abort(self, now: float, attempt: m.Attempt) -> list[Action]:
         """The client is gone. This call ends the attempt; `Released` follows when the blocks may be reused."""
         read = self._reads.get(attempt)
         if read is None or read.state is ReadState.STOPPING:
             return []
-        return self._end(read, AttemptEnd.CANCELLED, None)
+        return self._end(now, read, AttemptEnd.CANCELLED, None)
 
     def ended(self, attempt: m.Attempt, error: str) -> list[Action]:
         """No byte of this attempt's read lands any more, on any rank. `error`: empty if all of it has arrived."""
@@ -114,55 +133,96 @@ class HoldReads:
         else:
             self.counters["read_done"] += 1
             actions.append(Prefilled(attempt, m.Timings()))
-        return actions + self._done(read.peer, attempt, read.hold) + self._drop_leaving(read.peer)
+        return actions + self._done(read.peer, attempt, read.hold) + self._drop_leaving(read.name)
 
-    def unproven(self, attempt: m.Attempt, error: str) -> list[Action]:
-        """As `ended`, but bytes of the read may land in our blocks until P or this engine has ended. P's are free."""
+    def unproven(self, now: float, attempt: m.Attempt, error: str) -> list[Action]:
+        """As `ended`, but bytes of the read may land in our blocks until P, this engine or the generation has ended.
+        P's are free."""
         read = self._reads.get(attempt)
         if read is None or read.state is ReadState.CLAIMING:
             return self._drop("hold_read_unknown")
+        if read.own_generation < self._generations.oldest:  # what it came through is gone
+            return self.ended(attempt, error)
         self.counters["read_unproven"] += not read.unproven
         read.unproven = True
         stopping = read.state is ReadState.STOPPING
-        actions = [] if stopping else self._end(read, AttemptEnd.FAILED, FallbackReason.FAILED, error)
+        actions = [] if stopping else self._end(now, read, AttemptEnd.FAILED, FallbackReason.FAILED, error)
         return actions + self._done(read.peer, attempt, read.hold)
 
     # Who is there.
 
-    def met(self, peer: str, metadata: bytes) -> None:
-        """This P has greeted us, and fits."""
-        self._metadata[peer] = metadata
-        self._leaving.discard(peer)
+    def met(self, peer: str, metadata: bytes, generation: int = 0) -> list[Action]:
+        """This P has greeted us, and fits; its memory is read so, in this generation of its."""
+        known = self._holders.get(peer)
+        if known is not None and generation < known.generation:  # an old message
+            return []
+        self._holders[peer] = _KnownHolder(metadata, generation)
+        self._leaving.discard(generation_name(peer, generation))
+        return self._leave(peer, generation_name(peer, generation))
 
     def forget(self, peer: str) -> list[Action]:
         """It is none of our peers any more."""
-        self._metadata.pop(peer, None)
-        if peer in self._read_from:
-            self._leaving.add(peer)
-        return self._drop_leaving(peer)
+        self._holders.pop(peer, None)
+        return self._leave(peer)
+
+    def _leave(self, peer: str, but: str = "") -> list[Action]:
+        """Our ranks forget this P, once no read of it is open, but not under that name."""
+        names = sorted(name for name in self._read_from if incarnation_of(name) == peer and name != but)
+        self._leaving.update(names)
+        return [action for name in names for action in self._drop_leaving(name)]
 
     def known_are(self, now: float, known: Iterable[str]) -> list[Action]:
         """These engines are in the registry, or not to be forgotten for another reason. Our ranks forget a P that has
         not been among them for as long as a claim waits, and that nothing is read from: its death may never be seen.
         If it lives, the next read has them add it."""
-        idle = self._read_from.difference(known, self.peers())
-        self._missing = {peer: self._missing.get(peer, now) for peer in idle}
-        gone = [peer for peer, since in self._missing.items() if now >= since + self.claim_wait_s]
+        needed = {*known, *self.peers()}
+        idle = sorted(name for name in self._read_from if incarnation_of(name) not in needed)
+        self._missing = {name: self._missing.get(name, now) for name in idle}
+        gone = [name for name, since in self._missing.items() if now >= since + self.claim_wait_s]
         self._read_from.difference_update(gone)
-        return [DropPeer(peer) for peer in gone]
+        return [DropPeer(name, was_read=True) for name in gone]
 
     def knows(self, peer: str) -> bool:
         """Whether it can be read from."""
-        return peer in self._metadata
+        return peer in self._holders
 
-    def peer_dead(self, peer: str) -> list[Action]:
+    def peer_dead(self, now: float, peer: str) -> list[Action]:
         """The process of a P is gone, as a fact."""
         actions: list[Action] = []
         for read in [one for one in self._reads.values() if one.peer == peer and one.state is not ReadState.STOPPING]:
-            actions += self._end(read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine died")
+            actions += self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine died")
         for read in [one for one in self._reads.values() if one.peer == peer and one.unproven]:
             actions += self.ended(read.attempt, "the prefill engine died")
         return actions + self.forget(peer)
+
+    def peer_seems_dead(self, now: float, peer: str) -> list[Action]:
+        """A P on another machine can't be reached, and may live all the same."""
+        actions: list[Action] = []
+        for read in [one for one in self._reads.values() if one.peer == peer and one.state is not ReadState.STOPPING]:
+            actions += self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER,
+                                 "the prefill engine can't be reached")
+        return actions
+
+    # Our generations: see `generations.Half`.
+
+    def doubts_at(self) -> float:
+        """See Half: at once about a read that has failed, and about one that does not end, after a while."""
+        return min((_LONG_AGO if read.unproven else read.stopping_at + DOUBT_S for read in self._reads.values()
+                    if read.state is ReadState.STOPPING), default=_NEVER)
+
+    def is_busy(self, now: float) -> bool:
+        """See Half."""
+        return any(read.state is ReadState.READING or read.state is ReadState.STOPPING and not read.unproven
+                   and now < read.stopping_at + DOUBT_S for read in self._reads.values()
+                   if read.own_generation < self._generations.current)
+
+    def retired(self) -> list[Action]:
+        """See Half. A read that goes on there has its end reported."""
+        actions: list[Action] = []
+        for read in [one for one in self._reads.values() if one.own_generation < self._generations.oldest]:
+            if read.state is ReadState.STOPPING:
+                actions += self.ended(read.attempt, "the transfer agents that read it were destroyed")
+        return actions
 
     def peers(self) -> set[str]:
         """Ps that are read from, or asked."""
@@ -170,7 +230,11 @@ class HoldReads:
 
     def open_peers(self) -> set[str]:
         """Ps that our ranks may read from at this moment."""
-        return {read.peer for read in self._reads.values() if read.state is not ReadState.CLAIMING}
+        return set(map(incarnation_of, self.open_names()))
+
+    def open_names(self) -> set[str]:
+        """What our transport calls these."""
+        return {read.name for read in self._reads.values() if read.state is not ReadState.CLAIMING}
 
     # Messages of a P.
 
@@ -190,10 +254,13 @@ class HoldReads:
             return []
         if isinstance(message, m.HoldDenied):  # also in the middle of a read: then what it brings may be anything
             self.counters["read_denied_" + message.reason.value] += 1
-            return self._end(read, AttemptEnd.FAILED, FallbackReason.HOLD,
+            return self._end(now, read, AttemptEnd.FAILED, FallbackReason.HOLD,
                              f"the prefill engine denies it: {message.reason.value}")
+        known = self._holders.get(read.peer)
+        if read.state is ReadState.CLAIMING and known is not None and known.generation != message.generation:
+            return self._drop("hold_generation")  # it is claimed again
         read.lease_until = now + self.lease_s
-        return self._begin(read, message.block_ids) if read.state is ReadState.CLAIMING else []
+        return self._begin(now, read, message) if read.state is ReadState.CLAIMING else []
 
     def peer_of(self, attempt: m.Attempt) -> str:
         """The P that is read from for this attempt; "" where it has no record."""
@@ -207,9 +274,11 @@ class HoldReads:
         actions: list[Action] = []
         for read in [one for one in self._reads.values() if self._due(one) <= now]:
             if now >= read.deadline:
-                actions += self._end(read, AttemptEnd.EXPIRED, FallbackReason.DEADLINE, "the attempt took too long")
+                actions += self._end(now, read, AttemptEnd.EXPIRED, FallbackReason.DEADLINE,
+                                     "the attempt took too long")
             elif now >= read.lease_until:
-                actions += self._end(read, AttemptEnd.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
+                actions += self._end(now, read, AttemptEnd.EXPIRED, FallbackReason.LEASE,
+                                     "the prefill engine fell silent")
             else:
                 actions += self._claim(now, read)
         return actions
@@ -218,11 +287,11 @@ class HoldReads:
         """When `handle_timeout` is next due; None where nothing is."""
         return min(map(self._due, self._reads.values()), default=None)
 
-    def shut(self, detail: str) -> list[Action]:
+    def shut(self, now: float, detail: str) -> list[Action]:
         """The control thread ends: every attempt that is open falls back."""
         actions: list[Action] = []
         for read in [one for one in self._reads.values() if one.state is not ReadState.STOPPING]:
-            actions += self._end(read, AttemptEnd.FAILED, FallbackReason.CONTROL, detail)
+            actions += self._end(now, read, AttemptEnd.FAILED, FallbackReason.CONTROL, detail)
         return actions
 
     def states(self) -> dict[m.Attempt, ReadState]:
@@ -237,29 +306,35 @@ class HoldReads:
 
     def _claim(self, now: float, read: _HoldRead) -> list[Action]:
         read.next_claim = now + (self.claim_retry_s if read.state is ReadState.CLAIMING else self.lease_s / 3)
-        return [ToPrefill(read.peer, m.ClaimHold(read.attempt, read.hold, read.digest))]
+        known = self._holders.get(read.peer)
+        if read.state is ReadState.CLAIMING and known is not None:
+            read.generation = known.generation
+        return [ToPrefill(read.peer, m.ClaimHold(read.attempt, read.hold, read.digest, read.generation))]
 
-    def _begin(self, read: _HoldRead, remote_block_ids: list[int]) -> list[Action]:
+    def _begin(self, now: float, read: _HoldRead, grant: m.HoldGrant) -> list[Action]:
         """P has granted the claim: its blocks may be read."""
-        read.granted = True
+        read.granted, remote_block_ids = True, grant.block_ids
         if len(remote_block_ids) != len(read.block_ids) or len(set(remote_block_ids)) != len(remote_block_ids):
             self.dropped["hold_bad"] += 1
-            return self._end(read, AttemptEnd.FAILED, FallbackReason.HOLD,
+            return self._end(now, read, AttemptEnd.FAILED, FallbackReason.HOLD,
                              f"the prefill engine holds {len(remote_block_ids)} blocks of {len(read.block_ids)}")
-        if not self.knows(read.peer):  # forgotten since
-            return self._end(read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine is not known any more")
+        known = self._holders.get(read.peer)
+        if known is None:  # forgotten since
+            return self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER,
+                             "the prefill engine is not known any more")
         read.state = ReadState.READING
-        self._read_from.add(read.peer)
-        return [ReadHold(read.attempt, read.peer, self._metadata[read.peer], read.block_ids[read.cached_blocks:],
+        read.generation, read.own_generation = grant.generation, self._generations.newest
+        self._read_from.add(read.name)
+        return [ReadHold(read.attempt, read.name, known.metadata, read.block_ids[read.cached_blocks:],
                          remote_block_ids[read.cached_blocks:])]
 
-    def _end(self, read: _HoldRead, outcome: AttemptEnd, reason: FallbackReason | None,
+    def _end(self, now: float, read: _HoldRead, outcome: AttemptEnd, reason: FallbackReason | None,
              detail: str = "") -> list[Action]:
         """The one place where an attempt ends before its read has."""
         self.counters["read_" + outcome.value] += 1
         actions: list[Action] = [] if reason is None else [self._fallback(read, outcome, reason, detail)]
         if read.state is ReadState.READING:
-            read.state = ReadState.STOPPING
+            read.state, read.stopping_at = ReadState.STOPPING, now
             return [*actions, StopRead(read.attempt)]
         del self._reads[read.attempt]
         actions.append(Released(read.attempt))
@@ -276,13 +351,13 @@ class HoldReads:
     def _done(peer: str, attempt: m.Attempt, hold: m.Attempt) -> list[Action]:
         return [ToPrefill(peer, m.HoldDone(attempt, hold))]
 
-    def _drop_leaving(self, peer: str) -> list[Action]:
+    def _drop_leaving(self, name: str) -> list[Action]:
         """Our ranks forget a P that is gone, once no read of it is open."""
-        if peer not in self._leaving or peer in self.peers():
+        if name not in self._leaving or name in self.open_names():
             return []
-        self._leaving.discard(peer)
-        self._read_from.discard(peer)
-        return [DropPeer(peer)]
+        self._leaving.discard(name)
+        self._read_from.discard(name)
+        return [DropPeer(name, was_read=True)]
 
     @staticmethod
     def _due(read: _HoldRead) -> float:

@@ -4,7 +4,9 @@
 Life of a hold: P has computed a prompt for a client that will bring it to a decode engine, and keeps its blocks under a
 name that only the answer tells (`Holds.add`). The D that the client chose claims it, and gets the ids of the blocks.
 From then on D may read them at any moment, so they are free again only by D's HoldDone or by D's death as a fact,
-never by time. That message may be lost, so P asks again and again, with growing pauses, until D has sent it.
+never by time; or, of a D on another machine, once P's generation has ended in which it was claimed (`generations`). P
+is in doubt about a D that has not claimed it again for a lease. HoldDone may be lost, so P asks again and again, with
+growing pauses, until D has sent it.
 
 A hold that nobody has claimed is free again after `hold_s`, or earlier where the engine drains or needs its blocks:
 nobody knows these. A later claim of it is denied. So is one for another prompt, and one by another attempt than that
@@ -21,15 +23,19 @@ import msgspec
 
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, HoldEnd, HoldEnded, ToDecode
+from vllm_pd.protocol.generations import Generations
+
+_LONG_AGO, _NEVER = float("-inf"), float("inf")
 
 
 class HoldLimits(msgspec.Struct, frozen=True):
-    """How long an unclaimed hold lasts (0: nothing is held), also once the engine drains or needs blocks, and the
-    pauses between two questions to a D."""
+    """How long an unclaimed hold lasts (0: nothing is held), also once the engine drains or needs blocks, the pauses
+    between two questions to a D, and for how long a D that reads may be silent."""
     hold_s: float = 30.0
     drain_s: float = 3.0
     query_s: float = 1.0
     query_max_s: float = 10.0
+    lease_s: float = 30.0
 
 
 class _Hold:
@@ -43,14 +49,19 @@ class _Hold:
         self.is_cut = False  # its time was shortened
         self.lasts = False  # its D was asked whether it still reads
         self.due = self.wait_s = 0.0  # when its time is over, or D is asked; how long before that this was settled
+        self.generation = 0  # of ours, in which it is claimed
+        self.is_elsewhere = False  # the D that has claimed it
+        self.is_closed = False  # it can't be read any longer
+        self.lease_until = 0.0  # until when a D elsewhere need not claim it again; long ago: it seems dead
 
 
 class Holds:
-    """All holds of one engine. It counts in the caller's `dropped`."""
+    """All holds of one engine. It counts in the caller's `dropped`. `generations` are the engine's."""
 
-    def __init__(self, limits: HoldLimits, dropped: m.Counters):
+    def __init__(self, limits: HoldLimits, dropped: m.Counters, generations: Generations):
         self.limits = limits
         self.dropped = dropped
+        self._generations = generations
         self._closing = False  # no claim is granted any more
         self._holds: dict[m.Attempt, _Hold] = {}
         self._queues: dict[float, dict[m.Attempt, None]] = {}  # by `wait_s`: names in the order of `due`
@@ -95,25 +106,31 @@ class Holds:
         have ended: `readers` is empty then."""
         self._closing = True
         actions = self.close_unclaimed()
-        return actions + [ToDecode(hold.reader.incarnation,
-                                   m.HoldDenied(hold.reader, hold.name, m.DenyReason.UNKNOWN))
-                          for hold in self._holds.values()]
+        for hold in self._holds.values():
+            actions += self._deny(hold.reader, hold.name, m.DenyReason.UNKNOWN)
+        return actions
 
     # Messages of a D, and its death.
 
-    def claim(self, now: float, sender: str, message: m.ClaimHold) -> list[Action]:
-        """D claims a hold. The same attempt may do so again, and gets the same answer."""
+    def claim(self, now: float, sender: str, message: m.ClaimHold, is_elsewhere: bool = False) -> list[Action]:
+        """D claims a hold. The same attempt may do so again, and gets the same answer. One that claims it in a newer
+        generation reads nothing in the older one, now or later."""
         if message.attempt.incarnation != sender:
             return self._drop("hold_foreign")
         hold = self._holds.get(message.hold)
         reason = m.DenyReason.UNKNOWN if self._closing else self._reason_to_deny(hold, message)
         if reason is not None:
             self.dropped["hold_" + reason.value] += 1
-            return [ToDecode(sender, m.HoldDenied(message.attempt, message.hold, reason))]
-        hold.reader = message.attempt
+            return self._deny(message.attempt, message.hold, reason)
+        if hold.reader is not None and message.generation < hold.generation:
+            return self._drop("hold_claim_old")
+        hold.reader, hold.is_elsewhere = message.attempt, is_elsewhere
+        hold.generation = message.generation
+        if is_elsewhere:
+            hold.lease_until = now + self.limits.lease_s
         self._read_by.setdefault(sender, {})[hold.name] = None
         self._wait(now, hold, self.limits.query_s)
-        return [ToDecode(sender, m.HoldGrant(message.attempt, hold.name, hold.block_ids))]
+        return [ToDecode(sender, m.HoldGrant(message.attempt, hold.name, hold.block_ids, hold.generation))]
 
     def done(self, sender: str, message: m.HoldDone) -> list[Action]:
         """D does not read it under this attempt. Of a hold that nobody has claimed: its claim was lost, or it does not
@@ -130,6 +147,38 @@ class Holds:
         actions: list[Action] = []
         for name in list(self._read_by.get(incarnation, ())):
             actions += self._end(self._holds[name], HoldEnd.LOST)
+        return actions
+
+    def peer_seems_dead(self, incarnation: str) -> None:
+        """A D on another machine can't be reached, and may live, and read, all the same."""
+        for hold in map(self._holds.__getitem__, self._read_by.get(incarnation, ())):
+            hold.lease_until = _LONG_AGO
+
+    # Our generations: see `generations.Half`. Of a D on this machine the reads go on through them.
+
+    def doubts_at(self) -> float:
+        """See Half."""
+        return min((hold.lease_until for hold in self._claimed() if hold.is_elsewhere), default=_NEVER)
+
+    def is_busy(self, now: float) -> bool:
+        """See Half."""
+        return any(not hold.is_elsewhere or now < hold.lease_until
+                   for hold in self._claimed_before(self._generations.current))
+
+    def close_older(self) -> list[Action]:
+        """Older generations are about to end: their readers are to stop."""
+        actions: list[Action] = []
+        for hold in self._claimed_before(self._generations.current):
+            hold.is_closed = True
+            actions += self._deny(hold.reader, hold.name, m.DenyReason.UNKNOWN)
+        return actions
+
+    def retired(self) -> list[Action]:
+        """See Half."""
+        actions: list[Action] = []
+        for hold in self._claimed_before(self._generations.oldest):
+            if hold.is_elsewhere:
+                actions += self._deny(hold.reader, hold.name, m.DenyReason.UNKNOWN) + self._end(hold, HoldEnd.LOST)
         return actions
 
     # Time.
@@ -173,7 +222,7 @@ class Holds:
 
     @staticmethod
     def _reason_to_deny(hold: _Hold | None, message: m.ClaimHold) -> m.DenyReason | None:
-        if hold is None:
+        if hold is None or hold.is_closed:
             return m.DenyReason.UNKNOWN
         if hold.digest != message.digest:
             return m.DenyReason.TOKENS
@@ -181,6 +230,16 @@ class Holds:
 
     def _unclaimed(self) -> list[_Hold]:
         return [hold for hold in self._holds.values() if hold.reader is None]
+
+    def _claimed(self) -> list[_Hold]:
+        return [self._holds[name] for names in self._read_by.values() for name in names]
+
+    def _claimed_before(self, generation: int) -> list[_Hold]:
+        return [hold for hold in self._claimed() if hold.generation < generation]
+
+    @staticmethod
+    def _deny(attempt: m.Attempt, hold: m.Attempt, reason: m.DenyReason) -> list[Action]:
+        return [ToDecode(attempt.incarnation, m.HoldDenied(attempt, hold, reason))]
 
     def _query(self, now: float, hold: _Hold) -> list[Action]:
         if not hold.lasts:

@@ -6,16 +6,17 @@ remotely; all state on both sides is keyed by it. A *claim number* is drawn anew
 rides in every later message between P and D about it, so that a late message about an earlier claim of the same attempt
 can never be taken for one about the present claim.
 
-Durations are relative (seconds left), never absolute: two machines share no clock.
+A *generation* is one life of the transfer agents of an engine (`protocol.generations`), counted from 0. What is granted
+is granted in a generation, and nothing lands by it once the agents of that generation are gone.
 
-To go with the next protocol number, for nobody reads it: `Job.lora`.
+Durations are relative (seconds left), never absolute: two machines share no clock.
 """
 from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 MAX_ID_CHARS = 1024
 MAX_TOKENS = 4_000_000
@@ -189,7 +190,6 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     token_ids: TokenIds
     cached_tokens: Count
     deadline_s: Seconds
-    lora: Text | None = None
     avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
     priority: Priority = 0
     prefer: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
@@ -209,15 +209,19 @@ class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Hello(WireMessage):
-    """P introduces itself to D, and says how its memory is read."""
+    """P introduces itself to D, and says how its memory is read: in `generation`. Sent again with each later one."""
     member: Member
     transfer_metadata: Metadata
+    generation: Count = 0
 
 
 class HelloReply(WireMessage):
-    """D accepts P and says how its memory is reached."""
+    """D accepts P and says how its memory is reached: in `generation`. Nothing lands there any more of generations
+    before `oldest`. Sent again when one of the two has changed."""
     member: Member
     transfer_metadata: Metadata
+    generation: Count = 0
+    oldest: Count = 0
 
 
 class Refused(WireMessage):
@@ -228,10 +232,12 @@ class Refused(WireMessage):
 
 
 class Claim(WireMessage):
-    """P claims this attempt; `ranks` of its processes will write, and each gives notice."""
+    """P claims this attempt; `ranks` of its processes will write, and each gives notice. They will reach D's memory in
+    `generation` of D."""
     attempt: Attempt
     claim: Count
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    generation: Count = 0
 
 
 class Grant(WireMessage):
@@ -289,8 +295,8 @@ class Failed(WireMessage):
 
 
 class GaveUp(WireMessage):
-    """P gave the attempt up, and what it wrote may still land: D's fence stays up until P is dead. Without this message
-    D learns it from its lease."""
+    """P gave the attempt up, and what it wrote may still land: D's fence stays up until D has fenced by itself, or P is
+    dead. Without this message D learns it from its lease."""
     attempt: Attempt
     claim: Count
     reason: Text
@@ -314,17 +320,20 @@ class Stopped(WireMessage):
 
 class ClaimHold(WireMessage):
     """D wants to read what P holds under this name, for a prompt whose token ids have this digest
-    (`protocol.hashes.token_digest`). Repeated until the answer, and while D reads."""
+    (`protocol.hashes.token_digest`), in `generation` of P. Repeated until the answer, and while D reads."""
     attempt: Attempt
     hold: Attempt
     digest: Digest
+    generation: Count = 0
 
 
 class HoldGrant(WireMessage):
-    """P keeps these blocks, which are those of the whole prompt, until D's HoldDone or death."""
+    """P keeps these blocks, which are those of the whole prompt, until D's HoldDone or death, or until nothing can be
+    read in this generation of P any more."""
     attempt: Attempt
     hold: Attempt
     block_ids: BlockIds
+    generation: Count = 0
 
 
 class HoldDenied(WireMessage):

@@ -6,13 +6,19 @@ until one of the two refuses the other (REFUSED). One that is lost is LEAVING wh
 and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again. A peer that our
 transport could not add is UNADDED for a while, and is then dropped and greeted again. One that does not answer any more
 keeps its state, and is greeted until a message of it comes.
+
+A D that has a new generation of transfer agents (`generations`) says so by itself, and is added under its new name. The
+old name is dropped when nothing goes on under it.
 """
+from collections.abc import Callable
 from enum import Enum
 
 import msgspec
 
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
+from vllm_pd.protocol.generations import Generations
+from vllm_pd.protocol.names import generation_name
 
 _NEVER = float("inf")
 
@@ -48,21 +54,45 @@ class Peer:
         self.problem = ""  # why our transport could not add it, at the last try
         self.wanted = False  # the registry or a job named it while it was leaving
         self.unanswered = False  # it has not answered in time, and no message of it has come since
+        self.generation = 0  # in which it can be written to
+        self.oldest = 0  # in none before this one anything lands there, unless it is on this machine
+        self.added: tuple[int, ...] = ()  # those that our transport was asked to add, the newest last
+
+    @property
+    def name(self) -> str:
+        """What our transport calls it."""
+        return generation_name(self.incarnation, self.generation)
 
 
 class Peering:
-    """The peers of one prefill engine, which introduces itself with `hello`. It counts in the caller's `dropped`."""
+    """The peers of the prefill engine `member`, which introduces itself in its present one of `generations`. It counts
+    in the caller's `dropped`."""
 
-    def __init__(self, hello: m.Hello, limits: PeeringLimits, dropped: m.Counters):
+    def __init__(self, member: m.Member, limits: PeeringLimits, dropped: m.Counters, generations: Generations):
         self.limits = limits
         self.dropped = dropped
-        self._hello = hello
+        self.member = member
+        self._generations = generations
         self._peers: dict[str, Peer] = {}
         self._met: dict[str, None] = {}  # every D that was a peer, the latest last
+
+    @property
+    def hello(self) -> m.Hello:
+        """How this engine introduces itself."""
+        return m.Hello(self.member, self._generations.metadata, self._generations.current)
 
     def find(self, incarnation: str) -> Peer | None:
         """The peer of this name; None where it is not known."""
         return self._peers.get(incarnation)
+
+    def names(self) -> list[str]:
+        """All that are known."""
+        return list(self._peers)
+
+    def generation_of(self, incarnation: str) -> int:
+        """The generation in which this peer can be written to; 0 where it is not known."""
+        peer = self._peers.get(incarnation)
+        return 0 if peer is None else peer.generation
 
     def members(self) -> dict[str, m.Member]:
         """The members of those that have answered."""
@@ -90,13 +120,18 @@ class Peering:
 
     def introduce(self, incarnation: str) -> Action:
         """The Hello to send to it."""
-        return ToDecode(incarnation, self._hello)
+        return ToDecode(incarnation, self.hello)
+
+    def introduce_again(self) -> list[Action]:
+        """The Hellos for those that can read here, which are to know our new generation."""
+        return [self.introduce(peer.incarnation) for peer in self._peers.values()
+                if peer.state in (PeerState.PEER, PeerState.UNADDED)]
 
     def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
         """The registry lists these. Fitting decode engines are greeted before they send their first job. One that was a
         peer is greeted whatever its role is now: it may still wait for an answer of ours, and can only ask on a
         connection that we open."""
-        us = self._hello.member
+        us = self.member
         actions: list[Action] = []
         listed = {member.incarnation for member in members}
         for member in members:
@@ -111,14 +146,16 @@ class Peering:
         return actions
 
     def accept(self, peer: Peer, message: m.HelloReply) -> list[Action]:
-        """It has answered, and fits: it is a peer."""
+        """It has answered, and fits: it is a peer, in this generation."""
         peer.member = message.member
         peer.state = PeerState.PEER
+        peer.generation = message.generation
+        peer.added += (message.generation, )
         self._met.pop(peer.incarnation, None)
         self._met[peer.incarnation] = None
         if len(self._met) > self.limits.max_peers:
             del self._met[next(iter(self._met))]
-        return [AddPeer(peer.incarnation, message.transfer_metadata)]
+        return [AddPeer(peer.name, message.transfer_metadata)]
 
     def unadded(self, now: float, peer: Peer, reason: str) -> None:
         """Our transport could not add this peer."""
@@ -160,11 +197,23 @@ class Peering:
         if peer is None or peer.state is not PeerState.LEAVING:
             return []
         del self._peers[incarnation]
-        actions: list[Action] = [DropPeer(incarnation), Disconnect(incarnation)]
+        actions = [*self._drop_added(peer), Disconnect(incarnation)]
         if peer.wanted:
             actions += self.greet(now, incarnation, peer.address)[1]
             self._peers[incarnation].missing_since = peer.missing_since
         return actions
+
+    def drop_older(self, incarnation: str, is_in_use: Callable[[int], bool]) -> list[Action]:
+        """Drop its older generations, but those in use."""
+        peer = self._peers.get(incarnation)
+        gone = [] if peer is None else [one for one in peer.added[:-1] if not is_in_use(one)]
+        if gone:
+            peer.added = tuple(one for one in peer.added if one not in gone)
+        return [DropPeer(generation_name(incarnation, one)) for one in gone]
+
+    def _drop_added(self, peer: Peer) -> list[Action]:
+        names, peer.added = [generation_name(peer.incarnation, one) for one in peer.added], ()
+        return [DropPeer(name) for name in names]
 
     # Time.
 
@@ -185,7 +234,7 @@ class Peering:
         if is_in_use:
             return []
         peer.state = PeerState.GREETED
-        return [DropPeer(peer.incarnation), self.introduce(peer.incarnation)]
+        return [*self._drop_added(peer), self.introduce(peer.incarnation)]
 
     def next_timeout(self) -> float:
         """When a peer is next `due`; infinite where none is."""

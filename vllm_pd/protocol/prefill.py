@@ -4,11 +4,12 @@
 Life of a job: an offer from the queue waits until D is a peer (PEERING), is claimed at D (CLAIMING) and, once granted,
 handed to the engine (RUNNING), which reports `sent` or `failed`; then the record is deleted. A cancel from D, the end
 of the lease or the loss of D moves it to STOPPING: the engine gets `Cancelled`, and D waits for the engine's `ended`.
-A job is UNPROVEN where a write of it has failed whose bytes may still land. It stays so until D is dead: D is told
-that the job was given up, but nothing that would take its fence down. After such a failure of the read of D's prefix
-the job has failed, for nothing was written; only the read is remembered until D is dead. While there is either, the
-two are *parted*: a job of that D is claimed only to tell D so, and a hold is denied to it. A job of a D that the
-transport could not add is claimed only to tell D so, too.
+A job is UNPROVEN where a write of it has failed whose bytes may still land. It stays so until D is dead, or, of a D on
+another machine, has ended the generation that it was written in (`generations`): D is told that the job was given up,
+but nothing that would take its fence down. After such a failure of the read of D's prefix the job has failed, for
+nothing was written; only the read is remembered until D is dead or our own generation has ended. From either on the two
+are *parted*: a job of that D is claimed only to tell D so, and a hold is denied to it. A job of a D that the transport
+could not add is claimed only to tell D so, too.
 
 The lease counts from before the claim was sent, on this engine's clock, so it ends here before it ends on D. A record
 is deleted only when nothing of the job can land any more; so a cancel of a claim without a record is answered at once.
@@ -23,9 +24,11 @@ import msgspec
 from vllm_pd.errors import PeerMismatch
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, Cancelled, Prefill, ToDecode
+from vllm_pd.protocol.generations import Generations, is_elsewhere
 from vllm_pd.protocol.hashes import claim_number
 from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.holds import HoldLimits, Holds
+from vllm_pd.protocol.names import generation_name, incarnation_of
 from vllm_pd.protocol.peering import Peer, Peering, PeeringLimits, PeerState
 
 
@@ -47,7 +50,10 @@ class PrefillLimits(PeeringLimits, frozen=True):
     holds: HoldLimits = HoldLimits()
 
 
-_NEVER = float("inf")
+_LONG_AGO, _NEVER = float("-inf"), float("inf")
+# For how long an UNPROVEN job of a D is remembered that nobody knows any more, on another machine. Without it D's next
+# request to stop would be answered as that of any unknown job; no kernel keeps the bytes of a connection for so long.
+UNPROVEN_KEPT_S = 3600.0
 _MAX_OPEN_RENEWALS = 4  # a lease contains three
 
 
@@ -75,15 +81,18 @@ class _OfferedJob:
         self.renewals: collections.deque[_OpenRenewal] = collections.deque(maxlen=_MAX_OPEN_RENEWALS)
         self.sent_writing = False
         self.claim_s = 0.0
+        self.generation = 0  # of D, in which it is claimed
+        self.own_generation = 0  # in which its writes begin
+        self.is_elsewhere = False  # D
+        self.unproven_until = 0.0
 
 
 class PrefillProtocol:
-    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does. `parted`:
-    see `DecodeProtocol`, whose set it is in an engine; `reads`: the holds of others that the same engine reads, if it
-    decodes, too."""
+    """All jobs of one prefill engine. No method blocks, reads a clock, or raises because of what a peer does.
+    `generations`: see `DecodeProtocol`; `reads`: the holds of others that the same engine reads, if it decodes, too."""
 
     def __init__(self, member: m.Member, transfer_metadata: bytes, limits: PrefillLimits,
-                 parted: set[str] | None = None, reads: HoldReads | None = None,
+                 generations: Generations | None = None, reads: HoldReads | None = None,
                  claim_secret: bytes = b""):
         """`claim_secret`: who names a claim may end it, so claim numbers follow from this, and nobody without it can
         guess one. Without it they are 1, 2, 3."""
@@ -92,13 +101,13 @@ class PrefillProtocol:
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
-        self.parted: set[str] = set() if parted is None else parted
+        self.generations = generations or Generations(member.incarnation, transfer_metadata)
         self._jobs: dict[m.Attempt, _OfferedJob] = {}
-        self._unproven_reads: set[m.Attempt] = set()  # of prefixes, for these jobs: they may land here
-        self.holds = Holds(limits.holds, self.dropped)
+        # Of prefixes, for these jobs: they may land here, through no newer generation than that.
+        self._unproven_reads: dict[m.Attempt, int] = {}
+        self.holds = Holds(limits.holds, self.dropped, self.generations)
         self._reads = reads
-        self.hello = m.Hello(member, transfer_metadata)
-        self._peering = Peering(self.hello, limits, self.dropped)
+        self._peering = Peering(member, limits, self.dropped, self.generations)
         self.renews = True  # False: the engine does not answer, so the leases of its jobs are to end
         self._claims = 0
         self._claim_secret = claim_secret
@@ -155,13 +164,16 @@ class PrefillProtocol:
             return []
         return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
 
-    def unproven(self, attempt: m.Attempt, reason: str) -> list[Action]:
+    def unproven(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
         """A write of the job has failed, and its bytes may land until this engine or D has ended. What the engine
         reports of the job from now on has no effect."""
         job = self._jobs.get(attempt)
         if job is None or job.state is JobState.UNPROVEN:
             return []
+        if self._is_fenced(job):
+            return self.failed(now, attempt, reason)
         job.state = JobState.UNPROVEN
+        job.unproven_until = now + UNPROVEN_KEPT_S
         self.parted.add(attempt.incarnation)
         self.counters["unproven"] += 1
         return self._to_decode(job, m.GaveUp(attempt, job.claim, reason[:1000]))
@@ -169,7 +181,7 @@ class PrefillProtocol:
     def read_unproven(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
         """The read of D's prefix for this job has failed, and its bytes may land here until this engine or D has ended.
         The engine gives the job up, of which nothing was written: D may reuse all of its blocks."""
-        self._unproven_reads.add(attempt)
+        self._unproven_reads[attempt] = self.generations.newest
         self.parted.add(attempt.incarnation)
         self.counters["read_unproven"] += 1
         return self.failed(now, attempt, reason)
@@ -209,11 +221,11 @@ class PrefillProtocol:
         self._peering.heard(now, peer)
         return handler(now, sender, message)
 
-    def peer_unadded(self, now: float, incarnation: str, reason: str = "") -> None:
-        """The transport could not add this D: nothing can be written there until it is added again, after a pause. The
-        engine gives up the jobs of it that it has."""
-        peer = self._peering.find(incarnation)
-        if peer is not None and peer.state is PeerState.PEER:
+    def peer_unadded(self, now: float, name: str, reason: str = "") -> None:
+        """The transport could not add the D that it calls so: nothing can be written there until it is added again,
+        after a pause. The engine gives up the jobs of it that it has."""
+        peer = self._peering.find(incarnation_of(name))
+        if peer is not None and peer.state is PeerState.PEER and peer.name == name:
             self.counters["peer_unadded"] += 1
             self._peering.unadded(now, peer, reason)
 
@@ -222,10 +234,14 @@ class PrefillProtocol:
         peer = self._peering.find(incarnation)
         if peer is None:
             return []
+        actions = self._stop_jobs(incarnation)
+        return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
+
+    def _stop_jobs(self, incarnation: str) -> list[Action]:
         actions: list[Action] = []
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
             actions += self._give_up(job)
-        return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
+        return actions
 
     def read_ended(self, now: float, incarnation: str) -> list[Action]:
         """A read of a hold there has ended on all ranks."""
@@ -236,9 +252,46 @@ class PrefillProtocol:
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
             if job.state is JobState.UNPROVEN:
                 del self._jobs[job.attempt]
-        self._unproven_reads = {one for one in self._unproven_reads if one.incarnation != incarnation}
+        self._unproven_reads = {one: generation for one, generation in self._unproven_reads.items()
+                                if one.incarnation != incarnation}
         self.parted.discard(incarnation)
         return self.holds.peer_dead(incarnation) + self.peer_lost(now, incarnation)
+
+    def peer_seems_dead(self, now: float, incarnation: str) -> list[Action]:
+        """A D on another machine can't be reached, and may live all the same. Its jobs are stopped, and it is greeted
+        until it answers; what it reads here is kept until the generation has ended."""
+        self.holds.peer_seems_dead(incarnation)
+        self._peering.not_answered(now, incarnation)
+        return self._stop_jobs(incarnation)
+
+    # The generations: see `generations.Half`.
+
+    def doubts_at(self) -> float:
+        """See Half."""
+        return _LONG_AGO if self._unproven_reads or self.parted else self.holds.doubts_at()
+
+    def is_busy(self, now: float) -> bool:
+        """See Half."""
+        return self.holds.is_busy(now) or any(
+            job.state in (JobState.RUNNING, JobState.STOPPING) and job.own_generation < self.generations.current
+            for job in self._jobs.values())
+
+    def renewed(self, now: float) -> list[Action]:
+        """See Half."""
+        return self._peering.introduce_again()
+
+    def close(self, now: float) -> list[Action]:
+        """See Half. A write that goes on ends with the agents that it goes through, and is told as one that failed."""
+        return self.holds.close_older()
+
+    def retired(self, now: float) -> list[Action]:
+        """See Half."""
+        self._unproven_reads = {attempt: newest for attempt, newest in self._unproven_reads.items()
+                                if newest >= self.generations.oldest}
+        actions = self.holds.retired()
+        for incarnation in self._peering.names():
+            actions += self._drop_idle(now, incarnation)
+        return actions
 
     def shut(self, now: float) -> list[Action]:
         """The control thread ends: every job is to be stopped. What a D has claimed stays held: it can't be heard any
@@ -273,6 +326,16 @@ class PrefillProtocol:
 
     # State, for the engine and the tests.
 
+    @property
+    def parted(self) -> set[str]:
+        """See Generations."""
+        return self.generations.parted
+
+    @property
+    def hello(self) -> m.Hello:
+        """How this engine introduces itself."""
+        return self._peering.hello
+
     def states(self) -> dict[m.Attempt, JobState]:
         """All jobs that still have a record."""
         return {attempt: job.state for attempt, job in self._jobs.items()}
@@ -282,7 +345,8 @@ class PrefillProtocol:
         return {attempt for attempt, job in self._jobs.items() if job.state is JobState.UNPROVEN}
 
     def unproven_reads(self) -> set[m.Attempt]:
-        """The jobs whose reads may still land here. They end in the same way, and have no record."""
+        """The jobs whose reads may still land here. They end with D's death, this engine or its generation, and have no
+        record."""
         return set(self._unproven_reads)
 
     def waiting_tokens(self) -> list[int]:
@@ -310,16 +374,33 @@ class PrefillProtocol:
 
     def _on_hello_reply(self, now: float, sender: str, message: m.HelloReply) -> list[Action]:
         peer = self._peering.find(sender)
-        if peer.state is not PeerState.GREETED or message.member.incarnation != sender:
+        if message.member.incarnation != sender:
             return self._drop("hello_reply_duplicate")
+        self._learn_oldest(peer, message.oldest)
+        is_newer = peer.state in (PeerState.PEER, PeerState.UNADDED) and message.generation > peer.generation
+        if not is_newer and (peer.state is not PeerState.GREETED or message.generation < peer.generation):
+            return self._drop("hello_reply_duplicate")
+        if is_newer:
+            self.parted.discard(sender)
         difference = self.member.fingerprint.first_difference(message.member.fingerprint)
         if difference is not None:
             return self._refuse(peer, *difference)
-        actions = self._peering.accept(peer, message)
+        actions = self._peering.accept(peer, message) + self._drop_idle(now, sender)
         for job in list(self._jobs.values()):
             if job.attempt.incarnation == sender and job.state is JobState.PEERING:
                 actions += self._claim(now, job)
         return actions
+
+    def _learn_oldest(self, peer: Peer, oldest: int) -> None:
+        """That D has ended its generations before `oldest`, and by that fenced what was written there."""
+        peer.oldest = max(peer.oldest, oldest)
+        for job in [j for j in self._jobs.values() if j.state is JobState.UNPROVEN and self._is_fenced(j)]:
+            del self._jobs[job.attempt]
+
+    def _is_fenced(self, job: _OfferedJob) -> bool:
+        """Whether nothing of this job lands at D any more, by D's own act."""
+        peer = self._peering.find(job.attempt.incarnation)
+        return peer is not None and job.is_elsewhere and job.generation < peer.oldest
 
     def _on_refused(self, now: float, sender: str, message: m.Refused) -> list[Action]:
         peer = self._peering.find(sender)
@@ -340,14 +421,18 @@ class PrefillProtocol:
             return self.failed(now, job.attempt, problem)
         if sender in self.parted:
             self.counters["parted"] += 1
-            return self.failed(now, job.attempt, "an earlier transfer between the two failed: restart one of them")
+            return self.failed(now, job.attempt,
+                               "an earlier transfer between the two failed, and it has not begun anew since")
         if self._peering.find(sender).state is not PeerState.PEER:
             return self.failed(now, job.attempt, "the transport could not add the decode engine: see the log there")
         job.state = JobState.RUNNING
+        job.own_generation = self.generations.current
+        job.is_elsewhere = is_elsewhere(self.member, self._peering.find(sender).member)
         job.claim_s = max(0.0, now - job.claimed_at)
         self.counters["granted"] += 1
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
-                        grant.block_ids[:grant.cached_blocks], sender, job.job.priority)]
+                        grant.block_ids[:grant.cached_blocks], generation_name(sender, job.generation),
+                        job.job.priority)]
 
     def _problem(self, now: float, job: _OfferedJob, grant: m.Grant) -> str:
         block_size = self.member.fingerprint.block_size
@@ -407,7 +492,11 @@ class PrefillProtocol:
             state = self._peering.find(sender).state
             if state not in (PeerState.PEER, PeerState.UNADDED):  # one that is leaving is to be met anew
                 return self._drop("hold_not_peer")  # it asks again
-        return self.holds.claim(now, sender, message)
+            if message.generation != self.generations.current:  # it asks again, once it knows the present one
+                self.dropped["hold_generation"] += 1
+                return [self._peering.introduce(sender)]
+        member = self._peering.find(sender).member
+        return self.holds.claim(now, sender, message, member is not None and is_elsewhere(self.member, member))
 
     def _on_hold_done(self, now: float, sender: str, message: m.HoldDone) -> list[Action]:
         return self.holds.done(sender, message) + self._drop_idle(now, sender)
@@ -425,13 +514,14 @@ class PrefillProtocol:
         self._claims += 1
         job.claim = self._claims if not self._claim_secret else claim_number(self._claim_secret, self._claims)
         job.state = JobState.CLAIMING
+        job.generation = self._peering.generation_of(job.attempt.incarnation)
         job.claimed_at = now
         job.next_claim = now + self.limits.claim_retry_s
         return self._to_decode(job, self._claim_of(job))
 
     def _claim_of(self, job: _OfferedJob) -> m.Claim:
         fingerprint = self.member.fingerprint
-        return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp)
+        return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp, job.generation)
 
     def _give_up(self, job: _OfferedJob) -> list[Action]:
         """Have the engine stop this job, or forget one that the engine does not have."""
@@ -448,11 +538,19 @@ class PrefillProtocol:
     def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
         """Drop a peer that is leaving, once no job of it can write, we read nothing there, and it reads nothing here.
         It could not say so without a connection."""
+        actions = self._peering.drop_older(incarnation, lambda one: self._is_touched(incarnation, one))
         if incarnation in self.holds.readers() or incarnation in self.parted or self._is_read(incarnation) or any(
                 job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
                 for job in self._jobs.values()):
-            return []
-        return self._peering.drop_if_leaving(now, incarnation)
+            return actions
+        return actions + self._peering.drop_if_leaving(now, incarnation)
+
+    def _is_touched(self, incarnation: str, generation: int) -> bool:
+        """Whether a job may write, or has failed to, in that generation of that D, or we read what it holds."""
+        name = generation_name(incarnation, generation)
+        return (self._reads is not None and name in self._reads.open_names()) or any(
+            generation_name(job.attempt.incarnation, job.generation) == name and job.state is not JobState.PEERING
+            for job in self._jobs.values())
 
     def _is_read(self, incarnation: str) -> bool:
         """Whether this engine reads a hold of that one."""
@@ -471,9 +569,16 @@ class PrefillProtocol:
             return min(job.next_claim, job.claimed_at + self.limits.claim_wait_s)
         if job.state is JobState.RUNNING:
             return min(job.lease_until, job.next_renew) if self.renews else job.lease_until
+        if job.state is JobState.UNPROVEN and job.is_elsewhere:
+            return job.unproven_until
         return _NEVER
 
     def _on_due(self, now: float, job: _OfferedJob) -> list[Action]:
+        if job.state is JobState.UNPROVEN:
+            if self._peering.find(job.attempt.incarnation) is None:
+                del self._jobs[job.attempt]
+            job.unproven_until = now + UNPROVEN_KEPT_S
+            return []
         if job.state is JobState.PEERING:
             if now >= job.peering_until:
                 self._forget(job.attempt)

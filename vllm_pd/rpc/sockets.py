@@ -29,6 +29,7 @@ KEEPALIVE_PROBES = 30
 # To the broker, whose open connection proves nothing. After a cut TCP's own retries may come half a minute apart.
 HEARTBEAT_MS = 1000
 SILENT_MS = 5000  # libzmq's threads answer, so a busy process is not silent
+# To anybody. While nothing answers, the kernel tries again after growing pauses, soon half a minute long.
 CONNECT_MS = 2000
 
 
@@ -90,7 +91,6 @@ def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Ke
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)  # the broker forgets the old connection as soon
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     try:
         socket.connect(address)
     except zmq.ZMQError:
@@ -127,6 +127,7 @@ def close_monitored(socket: zmq.Socket, monitor: zmq.Socket | None, linger_ms: i
 
 def _dealer(context: zmq.Context, address: str, only_connected: bool, keys: Keys | None) -> zmq.Socket:
     socket = _bounded(context, zmq.DEALER, address)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)

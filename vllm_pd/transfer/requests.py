@@ -77,6 +77,20 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     lasts_s: float = 0.0
 
 
+class MakeGeneration(msgspec.Struct, frozen=True, tag=True):
+    name: str
+
+
+class DestroyOlder(msgspec.Struct, frozen=True, tag=True):
+    key: str
+
+
+class GenerationMade(msgspec.Struct, frozen=True):
+    name: str
+    metadata: bytes
+    error: str = ""
+
+
 TransferRequest = (AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | OpenGrant | CloseGrant | Flush
                    | Look)
 
@@ -113,3 +127,4 @@ class TransferProgress(msgspec.Struct):
     finished: list[Finished] = []
     notices: list[Notice] = []
     refused: list[PeerRefusal] = []
+    made: list[GenerationMade] = []

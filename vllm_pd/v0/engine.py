@@ -70,6 +70,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self.remote_prefills = RemotePrefills(config, self.protocol.decode, self._scheduler, self._metrics,
                                               self._split_requests, self.speed)
         self.prefill_jobs: PrefillJobs | None = None
+        self._requests: list[TransferRequest] = []  # where there are no `prefill_jobs`: for the next step
         if config.role.prefills:
             self.prefill_jobs = PrefillJobs(config, self.protocol.prefill, weakref.proxy(engine), self._metrics,
                                             self.speed)
@@ -145,22 +146,27 @@ class Disaggregation(HandoverEngine, EngineBinding):
         self._turns.scheduled(outputs.num_prefill_groups)
         self._note_stall(outputs)
         self.remote_prefills.scheduled()
-        flush: list[TransferRequest] = [Flush()] if self._flush_due else []
+        requests: list[TransferRequest] = [Flush()] if self._flush_due else []
         self._flush_due = False
         if self.prefill_jobs is None:
-            outputs.memory_transfer_requests = flush
+            requests += self._requests
+            self._requests = []
+            outputs.memory_transfer_requests = requests
             return
         for seq_group in outputs.ignored_seq_groups:
             if seq_group.first_seq.remote_decode is not None and seq_group.is_finished():
                 self.prefill_jobs.ignored(seq_group.first_seq.remote_decode)
-        outputs.memory_transfer_requests = flush + self.prefill_jobs.take_requests(self._progress)
+        outputs.memory_transfer_requests = requests + self.prefill_jobs.take_requests(self._progress)
 
     def return_transfer_requests(self, outputs: SchedulerOutputs) -> None:
         """The step with these requests was given up: they go with the next one."""
         requests = outputs.memory_transfer_requests
         self._flush_due = Flush() in requests
+        others = [request for request in requests if request != Flush()]
         if self.prefill_jobs is not None:
-            self.prefill_jobs.return_requests([request for request in requests if request != Flush()])
+            self.prefill_jobs.return_requests(others)
+        else:
+            self._requests[:0] = others
 
     # Calls of the engine and its loops.
 
@@ -268,7 +274,7 @@ class Disaggregation(HandoverEngine, EngineBinding):
     def _has_step(self) -> bool:
         """Whether a step would have work for the workers."""
         return ((self._scheduler.has_schedulable_seqs() and not self.stalled)
-                or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
+                or bool(self._requests) or (self.prefill_jobs is not None and self.prefill_jobs.has_requests))
 
     def _next_look(self) -> float | None:
         """When a loop that sleeps is to look again, by the monotonic clock; None: not before it is woken."""
@@ -318,6 +324,12 @@ class Disaggregation(HandoverEngine, EngineBinding):
         own = self.agent.member.incarnation
         return any(attempt.incarnation == own
                    for attempt in (*self._scheduler.remote_prefilling, *self._scheduler.quarantined))
+
+    def _to_ranks(self, requests: list[TransferRequest]) -> None:
+        if self.prefill_jobs is None:
+            self._requests += requests
+        else:
+            self.prefill_jobs.append_requests(requests)
 
     def _has_running(self) -> bool:
         return bool(self._scheduler.running)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
+    from vllm_pd.transfer.requests import TransferRequest
     from vllm_pd.v1.engine_access import EngineAccess
     from vllm_pd.v1.scheduler import HandoverScheduling
 
@@ -77,9 +78,7 @@ class EngineHandover(HandoverEngine):
             self.prefill_jobs.execute = transfer.execute
             self.prefill_jobs.set_credits()
         self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
-                                 scheduler.cache_config.num_gpu_blocks, metrics,
-                                 transfer.execute if self.prefill_jobs is None
-                                 else self.prefill_jobs.append_requests)
+                                 scheduler.cache_config.num_gpu_blocks, metrics, self._to_ranks)
         self._step = self._processed_step = 0
         self._brings_kv = self._has_new = self._lacks_room = False
         self._look_due = 0.0
@@ -369,6 +368,9 @@ class EngineHandover(HandoverEngine):
         ours = self._metrics.take()
         if ours is not None and (stats := self._scheduler.make_stats(None, ours)) is not None:
             self._access.publish(stats)
+
+    def _to_ranks(self, requests: list[TransferRequest]) -> None:
+        (self.transfer.execute if self.prefill_jobs is None else self.prefill_jobs.append_requests)(requests)
 
     def _has_running(self) -> bool:
         return bool(self._scheduler.running)

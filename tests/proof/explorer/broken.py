@@ -10,6 +10,7 @@ from explorer.model import Shape
 from explorer.world import Scene
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.prefill import JobState, PrefillProtocol
 from vllm_pd.protocol.writes import AttemptWrites
 
@@ -100,7 +101,7 @@ class NoLease(PrefillProtocol):
 class TrustsErrors(PrefillProtocol):
     """A write that has failed has ended."""
 
-    def unproven(self, attempt, reason):
+    def unproven(self, now, attempt, reason):
         return []
 
 
@@ -120,6 +121,39 @@ class DropsTooSoon(PrefillProtocol):
 
     def _is_in_use(self, incarnation):
         return False
+
+
+class TakesSeemingForDeath(DecodeProtocol):
+    """A P on another machine that can't be reached is dead."""
+
+    def peer_seems_dead(self, now, incarnation):
+        return self.peer_dead(now, incarnation)
+
+
+class FencesWithTheRenewal(Generations):
+    """Once there are new agents, the old ones count as destroyed."""
+
+    def renewed(self, now, metadata, halves):
+        actions = super().renewed(now, metadata, halves)
+        self.oldest = self.current
+        return actions + [action for half in halves for action in half.retired(now)]
+
+
+class WritesInTheNewest(PrefillProtocol):
+    """A job is written to D's present agents, whichever it was granted in."""
+
+    def _on_grant(self, now, sender, grant):
+        job = self._held(sender, grant, JobState.CLAIMING)
+        if job is not None:
+            job.generation = self._peering.generation_of(sender)
+        return super()._on_grant(now, sender, grant)
+
+
+class TakesTheNewForTheEnd(PrefillProtocol):
+    """A D that has new agents has destroyed its old ones."""
+
+    def _learn_oldest(self, peer, oldest):
+        super()._learn_oldest(peer, peer.generation)
 
 
 class AnswersTooSoon(AttemptWrites):
@@ -165,7 +199,7 @@ class Variant:
         return dataclasses.replace(self.scene, shape=Shape(
             ranks=shape.ranks, requests=shape.requests, lives=shape.lives, blocks=shape.blocks,
             prefill_blocks=shape.prefill_blocks, attempts=shape.attempts, prompt_blocks=shape.prompt_blocks,
-            chunks=shape.chunks))
+            chunks=shape.chunks, far=shape.far))
 
 
 CHUNKS = {"blocks": 4, "prompt_blocks": 2, "chunks": 2}
@@ -201,6 +235,17 @@ VARIANTS = [
             14, "saw its lease end"),
     Variant("a chunk's failure is forgotten", Scene(errors=1, shape=Shape(**CHUNKS, writes_type=ForgetsFailures)), 12,
             "reads KV that is not its own"),
+    Variant("far: a P that can't be reached is taken for dead",
+            Scene(false_deaths=1, shape=Shape(far=True, decode_type=TakesSeemingForDeath)), 10, "may reuse"),
+    Variant("far: the new agents taken for the end of the old ones",
+            Scene(false_deaths=1, shape=Shape(far=True, generations_type=FencesWithTheRenewal)), 12, "may reuse"),
+    Variant("far: the first rank that has destroyed its agents taken for all",
+            Scene(false_deaths=1, shape=Shape(far=True, ranks=2, first_is_all=True)), 12, "may reuse"),
+    Variant("far: granted in one generation, written in another",
+            Scene(false_deaths=2, shape=Shape(far=True, requests=2, blocks=4, prefill_type=WritesInTheNewest)), 14,
+            "may reuse"),
+    Variant("far: P forgets what may land when D has new agents",
+            Scene(false_deaths=1, drifts=1, shape=Shape(far=True, prefill_type=TakesTheNewForTheEnd)), 14, "may reuse"),
     Variant("a notice with each chunk", Scene(shape=Shape(**CHUNKS, writes_type=NoticeWithEach)), 10,
             "reads KV that is not its own"),
 ]

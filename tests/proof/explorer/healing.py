@@ -3,8 +3,9 @@
 
 All letters of before are lost. From then on letters arrive once and in order, writes land, engines do as told, the dead
 are seen to be dead, the broker is an honest one. A P whose writes have failed, so that nobody knows whether they land,
-is ended by its operator. Then every request must end, nothing may be held by anybody (B20), and
-a job that nobody had claimed yet must not die of age while a prefill engine is there to take it.
+is ended by its operator; but not on another machine than D's, where D needs nobody's help. Then every request must end,
+nothing may be held by anybody (B20), and a job that nobody had claimed yet must not die of age while a prefill engine
+is there to take it.
 """
 import collections
 
@@ -51,6 +52,8 @@ class _Healing:
         self.letters: collections.deque[int] = collections.deque()
         for p in self.engines(PrefillEngine):
             engine = self.engine(p)
+            if world.scene.shape.far:
+                continue
             if JobState.UNPROVEN in engine.side.states().values() or any(w.may_land for w in engine.work.values()):
                 self.now[world.index[p]] = DEAD
         self.must_be_claimed = self._unclaimed() if any(self.engines(PrefillEngine)) else {}
@@ -99,17 +102,18 @@ class _Healing:
         busy = False
         for p in self.engines(PrefillEngine):
             for attempt, rank in self.engine(p).flights():
-                self._step(p, "landed", attempt, rank)
+                lands = self.world._can_land(tuple(self.now), attempt, self.engine(p).generation(attempt), rank)
+                self._step(p, "landed" if lands else "failed", attempt, rank)
                 busy = True
             for given in self.engine(p).inputs()[:1]:
                 self._step(p, *given)
                 busy = True
         for d in self.engines(DecodeEngine):
-            for given in [g for g in self.engine(d).inputs() if g[0] == "finish"]:
+            for given in [g for g in self.engine(d).inputs() if g[0] in ("finish", "renew", "destroy")]:
                 self._step(d, *given)
                 busy = True
         for name in self.living():
-            due = self.engine(name).side.next_timeout()
+            due = self.engine(name).next_timeout()
             if due is not None and due <= NOW:
                 self._step(name, "tick")
                 busy = True
@@ -148,6 +152,8 @@ class _Healing:
                 if not self._alive(d):
                     self._step(p, "dead", d)
             self._step(p, "members", *self.engines(DecodeEngine))
+            if self.world.scene.shape.far:
+                self._step(p, "reconnected")
 
     def _pass(self) -> bool:
         seconds = self.world.pause_s(tuple(self.now))
@@ -160,7 +166,11 @@ class _Healing:
         return True
 
     def _at_rest(self) -> bool:
-        return not any(self.engine(name).side.states() for name in self.living())
+        return not any(self.engine(name).side.states() or self._renews(name) for name in self.living())
+
+    def _renews(self, name: str) -> bool:
+        engine = self.engine(name)
+        return isinstance(engine, DecodeEngine) and engine.next_timeout() is not None
 
     # An unclaimed job does not die of age.
 

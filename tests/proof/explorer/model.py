@@ -5,9 +5,12 @@ The model of a decode engine holds its blocks: who owns each, and whose KV lies 
 its own blocks and every write that is under way. So a write to a block that has found another owner is seen when it
 lands, a wrong answer when it is read, and a block that nobody owns when the engine is looked at.
 
+Where the engines are on machines of their own (`Shape.far`), each rank of a decode engine has transfer agents, and a
+write lands only while there is the one that it goes to.
+
 An engine is a value: `World` copies it before each step. Every step returns letters, `(to, kind, content)`.
 """
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -26,12 +29,15 @@ from vllm_pd.protocol.actions import (
     Prefill,
     Prefilled,
     Released,
+    RenewTransport,
+    RetireTransport,
     Timed,
     ToBroker,
     ToDecode,
     ToPrefill,
 )
 from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.generations import NEVER, Generations
 from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
 from vllm_pd.protocol.writes import AttemptWrites
 
@@ -61,9 +67,14 @@ def fingerprint(ranks: int) -> m.Fingerprint:
     return m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK_SIZE, 2, 2, 64, "hnd", tp=ranks)
 
 
-def member(name: str, role: m.Role, ranks: int) -> m.Member:
-    """The registry entry of an engine."""
-    return m.Member(name, role, f"tcp://{name}", fingerprint(ranks))
+def member(name: str, role: m.Role, ranks: int, far: bool = False) -> m.Member:
+    """The registry entry of an engine, which is on a machine of its own where it is `far` from others."""
+    return m.Member(name, role, f"tcp://{name}", fingerprint(ranks), host_id=name if far else "")
+
+
+def generation_of(name: str) -> int:
+    """That of the agents that a transport calls so."""
+    return int(name.partition("~")[2] or 0)
 
 
 class Stage(Enum):
@@ -107,6 +118,9 @@ class Shape:
     asks_once: bool = False  # for the lease, before the first chunk
     attempt_of: Callable[[str, str, int], m.Attempt] = m.Attempt
     names_come_again: bool = False
+    far: bool = False
+    first_is_all: bool = False  # of the ranks that destroy their agents
+    generations_type: type[Generations] = Generations
     decode_limits: DecodeLimits = field(default=DECODE_LIMITS)
     prefill_limits: PrefillLimits = field(default=PREFILL_LIMITS)
 
@@ -117,7 +131,12 @@ class DecodeEngine:
     def __init__(self, name: str, shape: Shape):
         self.name = name
         self.shape = shape
-        self.side = shape.decode_type(member(name, m.Role.DECODE, shape.ranks), b"d", shape.decode_limits)
+        self._generations = shape.generations_type(name, b"d", shape.decode_limits.lease_s, NEVER)
+        self.side = shape.decode_type(member(name, m.Role.DECODE, shape.ranks, shape.far), b"d", shape.decode_limits,
+                                      self._generations)
+        self.renewing = False  # the ranks are to make new agents
+        self.to_destroy: frozenset[int] = frozenset()  # ranks that have still to destroy the older ones
+        self.agents_from = (0, ) * shape.ranks  # the oldest agent of each rank
         self.number = 0
         self.lives: dict[str, int] = {f"r{index}": 0 for index in range(shape.requests)}
         self.requests: dict[str, Request] = {}
@@ -131,8 +150,9 @@ class DecodeEngine:
     # What can happen next.
 
     def inputs(self) -> list[tuple]:
-        """What its clients may do now."""
-        found: list[tuple] = []
+        """What its clients and its ranks may do now."""
+        found: list[tuple] = [("destroy", rank) for rank in self.to_destroy]
+        found += [("renew", )] * self.renewing
         for request_id, life in self.lives.items():
             request = self.requests.get(request_id)
             if request is None or request.stage is Stage.OVER:
@@ -200,10 +220,38 @@ class DecodeEngine:
         return self._do(self.side.broker_is(NOW, up))
 
     def dead(self, peer: str) -> list[Letter]:
-        return self._do(self.side.peer_dead(NOW, peer))
+        """It is; or, on another machine, it can't be reached, which nobody takes for a fact."""
+        return self._do((self.side.peer_seems_dead if self.shape.far else self.side.peer_dead)(NOW, peer))
 
     def tick(self) -> list[Letter]:
         return self._do(self.side.handle_timeout(NOW))
+
+    def next_timeout(self) -> float | None:
+        """When `tick` is next due; None where it is not."""
+        due = self.side.next_timeout()
+        if not self.shape.far:
+            return due
+        when = min(NEVER if due is None else due, self._generations.next_timeout([self.side]))
+        return None if when == NEVER else when
+
+    # Its ranks.
+
+    def renew(self) -> list[Letter]:
+        """All ranks have made new agents."""
+        self.renewing = False
+        return self._do(self._generations.renewed(NOW, b"d", [self.side]))
+
+    def destroy(self, rank: int) -> list[Letter]:
+        """A rank destroys its older agents."""
+        self.to_destroy -= {rank}
+        self.agents_from = tuple(self._generations.current if one == rank else oldest
+                                 for one, oldest in enumerate(self.agents_from))
+        is_done = self.shape.first_is_all or not self.to_destroy
+        return self._do(self._generations.retired(NOW, True, [self.side]) if is_done else [])
+
+    def can_land(self, generation: int, rank: int) -> bool:
+        """Whether that rank has the agent that such a write goes to."""
+        return generation >= self.agents_from[rank]
 
     def land(self, attempt: m.Attempt, rank: int, blocks: tuple[int, ...], tag: int) -> list[Letter]:
         """A peer's write reaches our memory, whatever that memory is used for by now."""
@@ -239,12 +287,18 @@ class DecodeEngine:
                 self._free(blocks)
                 self.granted.pop(action.attempt, None)
                 self.expired_by_lease -= {action.attempt}
+            elif isinstance(action, RenewTransport):
+                self.renewing = True
+            elif isinstance(action, RetireTransport):
+                self.to_destroy = frozenset(range(self.shape.ranks))
             else:
                 require(isinstance(action, Timed), f"{action} is nothing for a decode engine")
         for request in again:
             if (request.stage is Stage.WAITING and request.tries < self.shape.attempts and request.avoid
                     and len(self.free) >= self.shape.prompt_blocks):
                 letters += self._try_remotely(request)
+        if self.shape.far and (due := self._generations.handle_timeout(NOW, [self.side])):
+            letters += self._do(due)
         return self._settle(letters)
 
     def _note_grant(self, peer: str, grant: m.Grant) -> None:
@@ -342,7 +396,8 @@ class DecodeEngine:
     def check_at_rest(self) -> None:
         """B20: all is over, nothing is held."""
         require(not self.side.states(), f"{self.name} still has open attempts: {self.side.states()}")
-        require(not self.side.fenced() and self.side.next_timeout() is None, f"{self.name} still waits for something")
+        require(not self.side.fenced() and self.next_timeout() is None, f"{self.name} still waits for something")
+        require(not self._generations.parted, f"{self.name} is parted from others for good")
         require(len(self.free) == self.shape.blocks, f"{self.name} has lost blocks")
         require(all(r.stage is Stage.OVER for r in self.requests.values()), f"a request of {self.name} never ends")
 
@@ -387,6 +442,7 @@ class Adrift(NamedTuple):
     rank: int
     source: tuple[int, ...]
     target: tuple[int, ...]
+    generation: int
 
 
 class PrefillEngine:
@@ -395,7 +451,8 @@ class PrefillEngine:
     def __init__(self, name: str, shape: Shape):
         self.name = name
         self.shape = shape
-        self.side = shape.prefill_type(member(name, m.Role.PREFILL, shape.ranks), b"p", shape.prefill_limits)
+        self.side = shape.prefill_type(member(name, m.Role.PREFILL, shape.ranks, shape.far), b"p",
+                                       shape.prefill_limits)
         self.peers: set[str] = set()
         self.unadded: frozenset[str] = frozenset()  # those that a rank could not add; the others write there
         self.work: dict[m.Attempt, Work] = {}
@@ -453,9 +510,9 @@ class PrefillEngine:
         work = self.work[attempt]
         write = work.writes.open
         tag = self._found(write.local_block_ids)
-        letters = [(work.peer, "land", (attempt, rank, tuple(write.remote_block_ids), tag))]
+        letters = [(attempt.incarnation, "land", (attempt, rank, tuple(write.remote_block_ids), tag))]
         if write.is_last:
-            letters.append((work.peer, "notice", (attempt, rank)))
+            letters.append((attempt.incarnation, "notice", (attempt, rank)))
         work.flying -= {rank}
         return letters + self._settle(attempt, work)
 
@@ -472,7 +529,7 @@ class PrefillEngine:
         """A rank's part of the write under way has ended; perhaps it was the last one."""
         work.settle(self.shape.ranks)
         over = work.may_land and work.writes.open is None
-        letters = self._do(self.side.unproven(attempt, "a transfer failed")) if over else []
+        letters = self._do(self.side.unproven(NOW, attempt, "a transfer failed")) if over else []
         self._forget_if_said(attempt)
         return letters
 
@@ -480,7 +537,8 @@ class PrefillEngine:
         """A write ends in an error, and nobody knows whether more of it lands."""
         work = self.work[attempt]
         write = work.writes.open
-        self.adrift |= {Adrift(attempt, rank, tuple(write.local_block_ids), tuple(write.remote_block_ids))}
+        self.adrift |= {Adrift(attempt, rank, tuple(write.local_block_ids), tuple(write.remote_block_ids),
+                               generation_of(work.peer))}
         work.may_land = True
         return self.broke(attempt, rank)
 
@@ -533,8 +591,20 @@ class PrefillEngine:
 
     def members(self, *names: str) -> list[Letter]:
         """The registry lists these decode engines."""
-        listed = [member(name, m.Role.DECODE, self.shape.ranks) for name in names]
+        listed = [member(name, m.Role.DECODE, self.shape.ranks, self.shape.far) for name in names]
         return self._do(self.side.members_are(NOW, listed))
+
+    def next_timeout(self) -> float | None:
+        """When `tick` is next due; None where it is not."""
+        return self.side.next_timeout()
+
+    def generation(self, attempt: m.Attempt) -> int:
+        """That of D in which this job is written."""
+        return generation_of(self.work[attempt].peer)
+
+    def reconnected(self) -> list[Letter]:
+        """The connections to its peers were made anew."""
+        return self._do(self.side._peering.introduce_again())
 
     def lost(self, peer: str) -> list[Letter]:
         return self._do(self.side.peer_lost(NOW, peer))
@@ -554,6 +624,9 @@ class PrefillEngine:
         return []
 
     def dead(self, peer: str) -> list[Letter]:
+        """It is; or, on another machine, it can't be reached, which nobody takes for a fact."""
+        if self.shape.far:
+            return self._do(self.side.peer_seems_dead(NOW, peer))
         self.adrift = frozenset(write for write in self.adrift if write.attempt.incarnation != peer)
         return self._do(self.side.peer_dead(NOW, peer))
 
@@ -568,14 +641,15 @@ class PrefillEngine:
             if isinstance(action, ToDecode):
                 letters.append((action.peer, "deliver", (self.name, action.message)))
             elif isinstance(action, AddPeer):
-                require(action.incarnation not in self.peers, f"{action.incarnation} was added twice")
-                self.peers.add(action.incarnation)
+                require(action.name not in self.peers, f"{action.name} was added twice")
+                self.peers.add(action.name)
             elif isinstance(action, DropPeer):
-                require(not any(w.peer == action.incarnation and w.flying for w in self.work.values())
-                        and not any(write.attempt.incarnation == action.incarnation for write in self.adrift),
-                        f"{action.incarnation} was dropped while it was written to")
-                self.peers.remove(action.incarnation)
-                self.unadded -= {action.incarnation}
+                require(not any(w.peer == action.name and w.flying for w in self.work.values())
+                        and (self.shape.far or not any(write.attempt.incarnation == action.name
+                                                       for write in self.adrift)),
+                        f"{action.name} was dropped while it was written to")
+                self.peers.remove(action.name)
+                self.unadded -= {action.name}
             elif isinstance(action, Prefill):
                 letters += self._prefill(action)
             elif isinstance(action, Cancelled):
@@ -608,11 +682,15 @@ class PrefillEngine:
     def _release(self, work: Work) -> None:
         self.free.update(work.source)  # the KV stays where it is until somebody takes the block
 
-    def writable(self) -> list[tuple[m.Attempt, tuple[int, ...]]]:
-        """Blocks of peers that a write is on its way to, or may be posted to now."""
-        adrift = [(write.attempt, write.target) for write in self.adrift]
-        return adrift + [(attempt, work.target) for attempt, work in self.work.items()
-                if work.flying or (work.may_post and self.may_write(attempt))]
+    def writable(self) -> Iterator[tuple[m.Attempt, tuple[int, ...], int, int]]:
+        """Blocks of peers that a write is on its way to, or may be posted to now, by which rank, in which generation
+        there."""
+        for write in self.adrift:
+            yield write.attempt, write.target, write.rank, write.generation
+        for attempt, work in self.work.items():
+            may_post = work.may_post and self.may_write(attempt)
+            for rank in work.flying | (work.unsent if may_post else frozenset()):
+                yield attempt, work.target, rank, generation_of(work.peer)
 
     def check(self) -> None:
         """What holds after each step."""
@@ -631,8 +709,8 @@ class PrefillEngine:
 
 def check_pair(d: DecodeEngine, p: PrefillEngine) -> None:
     """What holds between two engines: the fence, and that P's lease ends before D's."""
-    for attempt, target in p.writable():
-        if attempt.incarnation == d.name:
+    for attempt, target, rank, generation in p.writable():
+        if attempt.incarnation == d.name and d.can_land(generation, rank):
             table = d.table(attempt)
             require(table is not None and set(target) <= set(table),
                     f"{p.name} may write blocks of {attempt} that {d.name} may reuse")

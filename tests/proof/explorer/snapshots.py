@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.messages import Timings
 
 NOW = 10_000.0
@@ -25,41 +26,50 @@ MOMENTS = frozenset({
     "missing_since",
     # Holds
     "due",
+    # HoldReads, Generations
+    "stopping_at", "cancelled_at", "unproven_until", "_not_before", "_closes_at", "_next_look",
 })
-DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s", "wait_s", "claim_wait_s", "claim_retry_s"})
+DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s", "wait_s", "claim_wait_s", "claim_retry_s", "_pause_s",
+                       "look_s"})
 
 # What no decision depends on: statistics, texts, and bound methods that every copy has of its own.
 SHARED = frozenset({"shape", "_handlers"})
-HIDDEN = SHARED | frozenset({"counters", "dropped", "mismatch", "member", "limits", "_hello", "hello_reply",
-                    "granted_at", "writing_at", "claim_s", "_done", "_done_order"})
+HIDDEN = SHARED | frozenset({"counters", "dropped", "mismatch", "member", "limits", "_generations", "granted_at",
+                             "writing_at", "claim_s", "_done", "_done_order"})
 
 _ATOMS = (str, bytes, int, float, bool, type(None), Enum, frozenset)
 
 
-def clone(value: Any) -> Any:
-    """A copy that shares nothing which anybody changes."""
+def clone(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """A copy that shares nothing which anybody changes. `known`: the copies of the `Generations` met so far, which the
+    parts of an engine share."""
     if isinstance(value, (*_ATOMS, msgspec.Struct)):
         return value
     if isinstance(value, collections.Counter):
         return value.copy()
+    known = {} if known is None else known
     if isinstance(value, dict):
-        return {key: clone(item) for key, item in value.items()}
+        return {key: clone(item, known) for key, item in value.items()}
     if isinstance(value, set):
         return set(value)
     if isinstance(value, collections.deque):
-        return collections.deque(map(clone, value), value.maxlen)
+        return collections.deque((clone(item, known) for item in value), value.maxlen)
     if isinstance(value, list):
-        return [clone(item) for item in value]
+        return [clone(item, known) for item in value]
     if isinstance(value, tuple):
-        items = [clone(item) for item in value]
+        items = [clone(item, known) for item in value]
         return tuple(items) if type(value) is tuple else type(value)(*items)
-    return _clone_object(value)
+    if not isinstance(value, Generations):
+        return _clone_object(value, known)
+    if id(value) not in known:
+        known[id(value)] = _clone_object(value, known)
+    return known[id(value)]
 
 
-def _clone_object(value: Any) -> Any:
+def _clone_object(value: Any, known: dict[int, Any]) -> Any:
     new = object.__new__(type(value))
     for key, item in vars(value).items():
-        new.__dict__[key] = item if key in SHARED else clone(item)
+        new.__dict__[key] = item if key in SHARED else clone(item, known)
     if "_handlers" in value.__dict__:
         new._handlers = {kind: getattr(new, handler.__name__) for kind, handler in value._handlers.items()}
     return new
@@ -95,7 +105,7 @@ def shift(value: Any, seconds: float) -> None:
             shift(item, seconds)
     elif not isinstance(value, (*_ATOMS, msgspec.Struct, set)):
         for key, item in vars(value).items():
-            if key in SHARED:
+            if key in SHARED or key == "_generations":  # whose owner is shifted, too
                 continue
             if isinstance(item, float) and not isinstance(item, bool):
                 _shift_float(value, key, item, seconds)

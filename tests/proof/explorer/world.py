@@ -34,7 +34,7 @@ State = tuple[int, ...]  # the engines, the letters, what is left of each budget
 Step = tuple[Any, ...]
 
 BUDGETS = ("pauses", "kills", "errors", "aborts", "losses", "refusals", "outages", "drifts",
-           "unadded")
+           "unadded", "false_deaths")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Scene:
     outages: int = 0  # the broker goes away, and comes back
     drifts: int = 0  # writes that fail, and may land later
     unadded: int = 0  # a rank of a P could not add a D
+    false_deaths: int = 0  # a D, far away, can't reach a P that lives
     peered: bool = True  # whether the first incarnations have met when it begins
     shape: Shape = field(default_factory=Shape)
 
@@ -161,14 +162,24 @@ class World:
     def _transfers(self, state: State) -> Iterator[Step]:
         for name in self.prefills:
             if state[self.index[name]] > DEAD:
-                for attempt, rank in self.engine(state, name).flights():
+                p = self.engine(state, name)
+                for attempt, rank in p.flights():
+                    if not self._can_land(state, attempt, p.generation(attempt), rank):
+                        yield "cut", name, attempt, rank
+                        continue
                     yield "land", name, attempt, rank
                     if self.left(state, "errors"):
                         yield "break", name, attempt, rank
                     if self.left(state, "drifts"):
                         yield "fail", name, attempt, rank
-                for write in self.engine(state, name).adrift:
-                    yield "drift", name, write
+                for write in p.adrift:
+                    if self._can_land(state, write.attempt, write.generation, write.rank):
+                        yield "drift", name, write
+
+    def _can_land(self, state: State, attempt: m.Attempt, generation: int, rank: int) -> bool:
+        """Whether D has, or had at its end, the agent that such a write goes to."""
+        d = self.engine(state, attempt.incarnation)
+        return d is None or d.can_land(generation, rank)
 
     def _fates(self, state: State) -> Iterator[Step]:
         if self.left(state, "pauses") and self.pause_s(state) is not None:
@@ -188,6 +199,8 @@ class World:
                     yield "dead", p, d
                 if at_p > DEAD and at_d > DEAD and self.left(state, "losses"):
                     yield "lost", p, d
+                if at_p > DEAD and at_d > DEAD and self.left(state, "false_deaths"):
+                    yield "seems", d, p
                 if at_p > DEAD and self.left(state, "unadded") and self.engine(state, p).can_reach(d):
                     yield "unadd", p, d
         if self.scene.outages:
@@ -232,6 +245,11 @@ class World:
         elif kind == "fail":
             self._spend(after, "drifts")
             self._advance(after, name, "failed", *content)
+        elif kind == "cut":  # the other end is gone
+            self._advance(after, name, "failed", *content)
+        elif kind == "seems":
+            self._spend(after, "false_deaths")
+            self._advance(after, name, "dead", *content)
         elif kind == "drift":
             self._advance(after, name, "drifted", *content)
         else:
@@ -322,7 +340,7 @@ class World:
 
     def _due_of(self, number: int) -> float | None:
         if number not in self._due:
-            self._due[number] = self._engines[number].side.next_timeout()
+            self._due[number] = self._engines[number].next_timeout()
         return self._due[number]
 
     def _check_pairs(self, after: list[int]) -> None:

@@ -114,7 +114,7 @@ class Engine:
                 job.cancelled = True
                 job.writes.close()
         elif isinstance(event, AddPeer | DropPeer):
-            require(isinstance(event, AddPeer) or not any(j.flying and j.prefill.peer == event.incarnation
+            require(isinstance(event, AddPeer) or not any(j.flying and j.prefill.peer == event.name
                                                           for j in self.jobs.values()), "dropped while written to")
         else:
             self.decode_event(event)

@@ -76,8 +76,8 @@ class Node(Process):
         self._timer: float | None = None
         self.protocol = PeerProtocol(config, self.member, b"memory", lambda: self.now)
         self._core = core = self.protocol._core
-        core.decode_half = decode_type(self.member, b"d", self.decode.limits, core.parted)
-        core.prefill_half = prefill_type(self.member, b"p", self.prefill.limits, core.parted)
+        core.decode_half = decode_type(self.member, b"d", self.decode.limits, core.generations)
+        core.prefill_half = prefill_type(self.member, b"p", self.prefill.limits, core.generations)
         self.decode.broker_is(self.now, False)
         post.nodes[name] = self
         self._kernel.at(0.0, self, "timer", self._turn)

@@ -62,6 +62,8 @@ class LivenessMonitor:
         open."""
         dead = [name for name, answer in self._probes.poll(now)
                 if self.rules.answered(now, name, answer) and not is_connected(name)]
+        for name in dead:
+            self.rules.reported(now, name)
         for name, address in self.rules.due(now, self._probes.count_free()):
             self._probes.start(now, name, address)
         return dead

@@ -109,6 +109,11 @@ class LivenessRules:
         peer.next_probe = self._later(peer, now)
         return False
 
+    def reported(self, now: float, incarnation: str) -> None:
+        """Its death was reported. If it is watched all the same, it is looked at anew."""
+        peer = self._peers[incarnation]
+        peer.gone_since, peer.next_probe = None, self._later(peer, now)
+
     def _later(self, peer: _WatchedPeer, now: float) -> float:
         if peer.busy:
             return now + self.silent_s

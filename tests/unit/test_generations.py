@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B105-B107: an engine in doubt makes new transfer agents, and what came through the old ones has ended then."""
+import msgspec
+import pytest
+
+from vllm_pd.peer.control import MessageSource
+from vllm_pd.peer.protocol import PeerProtocol
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import (
+    AddPeer,
+    DropPeer,
+    Fallback,
+    FallbackReason,
+    HoldEnd,
+    HoldEnded,
+    Prefill,
+    ReadHold,
+    Released,
+    RenewTransport,
+    RetireTransport,
+    ToBroker,
+    ToDecode,
+    ToPrefill,
+)
+from vllm_pd.protocol.generations import DOUBT_S, LOOK_S, MAX_PAUSE_S, NEVER, PAUSE_S, Generations, Phase, is_elsewhere
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.names import generation_name, incarnation_of
+from vllm_pd.settings.engine import PDConfig
+
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
+TOKENS = list(range(32))
+LEASE_S = 9.0
+SETTINGS = {"broker": "tcp://127.0.0.1:9", "lease_s": LEASE_S, "ttl_s": 3.0, "heartbeat_s": 1.0}
+
+
+class OneHalf:
+    """A half that doubts at `doubt`, and is busy with something while `busy`."""
+
+    def __init__(self) -> None:
+        self.doubt, self.busy, self.calls = NEVER, False, []
+
+    def doubts_at(self) -> float:
+        return self.doubt
+
+    def is_busy(self, now: float) -> bool:
+        return self.busy
+
+    def renewed(self, now: float) -> list:
+        self.calls.append("renewed")
+        return []
+
+    def close(self, now: float) -> list:
+        self.calls.append("close")
+        return []
+
+    def retired(self, now: float) -> list:
+        self.calls.append("retired")
+        return []
+
+
+@pytest.fixture
+def half():
+    return OneHalf()
+
+
+@pytest.fixture
+def ours():
+    return Generations("d", b"0", LEASE_S)
+
+
+def test_b105_without_a_doubt_nothing_is_made(ours, half):
+    assert ours.handle_timeout(10.0, [half]) == [] and ours.next_timeout([half]) == NEVER
+
+
+def test_b105_a_doubt_is_seen_when_it_is_due(ours, half):
+    half.doubt = 12.0
+    assert ours.handle_timeout(11.9, [half]) == [] and ours.next_timeout([half]) == 12.0
+    assert ours.handle_timeout(12.0, [half]) == [RenewTransport("d~1")] and ours.phase is Phase.RENEWING
+    assert ours.handle_timeout(13.0, [half]) == [], "once"
+    assert (ours.current, ours.newest, ours.next_timeout([half])) == (0, 1, NEVER)
+
+
+def test_b105_where_nothing_goes_on_the_old_agents_go_at_once(ours, half):
+    half.doubt = 0.0
+    ours.parted.add("p")
+    ours.handle_timeout(10.0, [half])
+    assert ours.renewed(10.1, b"1", [half]) == [RetireTransport()] and half.calls == ["renewed"]
+    assert (ours.current, ours.oldest, ours.metadata, ours.parted) == (1, 0, b"1", set())
+    assert ours.retired(10.2, True, [half]) == [] and half.calls == ["renewed", "retired"] and ours.oldest == 1
+    assert ours.handle_timeout(10.2 + PAUSE_S / 2, [half]) == [], "not one after the other"
+    assert ours.handle_timeout(10.2 + PAUSE_S, [half]) == [RenewTransport("d~2")]
+
+
+def test_b105_what_goes_well_may_end_for_a_lease(ours, half):
+    half.doubt, half.busy = 0.0, True
+    ours.handle_timeout(10.0, [half])
+    assert ours.renewed(10.0, b"1", [half]) == [] and ours.next_timeout([half]) == 10.0 + LOOK_S
+    assert ours.handle_timeout(10.0 + LEASE_S - 0.1, [half]) == []
+    assert ours.next_timeout([half]) == 10.0 + LEASE_S
+    assert ours.handle_timeout(10.0 + LEASE_S, [half]) == [RetireTransport()] and half.calls == ["renewed", "close"]
+
+
+def test_b105_what_has_ended_is_waited_for_no_longer(ours, half):
+    half.doubt, half.busy = 0.0, True
+    ours.handle_timeout(10.0, [half])
+    ours.renewed(10.0, b"1", [half])
+    half.busy = False
+    assert ours.handle_timeout(10.3, [half]) == [RetireTransport()] and half.calls == ["renewed"]
+
+
+def test_b105_a_rank_that_can_make_no_agent_is_asked_again_after_growing_pauses(ours, half):
+    half.doubt, now, pause_s = 0.0, 10.0, PAUSE_S
+    for _ in range(10):
+        assert ours.handle_timeout(now, [half]) == [RenewTransport("d~1")]
+        ours.not_renewed(now, "no memory")
+        assert ours.problem == "no memory" and ours.handle_timeout(now + 0.9 * pause_s, [half]) == []
+        now, pause_s = now + pause_s, min(2 * pause_s, MAX_PAUSE_S)
+    ours.handle_timeout(now, [half])
+    ours.renewed(now, b"1", [half])
+    assert ours.problem == "" and half.calls == ["renewed"]
+
+
+def test_b105_a_rank_that_can_t_destroy_its_agents_is_asked_again_and_nothing_counts_as_ended(ours, half):
+    half.doubt = 0.0
+    ours.handle_timeout(10.0, [half])
+    ours.renewed(10.0, b"1", [half])
+    assert ours.retired(10.0, False, [half]) == [] and (ours.oldest, half.calls) == (0, ["renewed"])
+    assert ours.handle_timeout(10.0 + PAUSE_S / 2, [half]) == [] and ours.next_timeout([half]) == 10.0 + PAUSE_S
+    assert ours.handle_timeout(10.0 + PAUSE_S, [half]) == [RetireTransport()]
+
+
+def test_b105_words_of_ranks_that_were_not_asked_change_nothing(ours, half):
+    assert ours.renewed(1.0, b"9", [half]) == ours.retired(1.0, True, [half]) == [] and half.calls == []
+    ours.not_renewed(1.0, "what")
+    assert (ours.phase, ours.problem, ours.metadata) == (Phase.STEADY, "", b"0")
+
+
+@pytest.mark.parametrize(("here", "there", "elsewhere"), [
+    ("a/pid:1/time:1", "b/pid:1/time:1", True), ("a/pid:1", "a/pid:2", False), ("", "b/pid:1", False),
+    ("a/1", "", False), ("", "", False)])
+def test_b105_elsewhere_is_who_has_booted_otherwise_as_far_as_is_known(here, there, elsewhere):
+    us, them = (m.Member("x", m.Role.BOTH, "", FINGERPRINT, host_id=host) for host in (here, there))
+    assert is_elsewhere(us, them) is elsewhere
+
+
+@pytest.mark.parametrize("generation", [0, 1, 12])
+def test_b105_a_generation_has_a_name_of_its_own(generation):
+    name = generation_name("0123abcd", generation)
+    assert incarnation_of(name) == "0123abcd" and (name == "0123abcd") is (generation == 0)
+
+
+class TwoMachines:
+    """P and D with their real protocols. Messages arrive, but between who is `cut`. Events are kept by engine."""
+
+    def __init__(self, same: bool = False, roles: tuple[m.Role, m.Role] = (m.Role.PREFILL, m.Role.DECODE)):
+        self.now = 100.0
+        self.cut = False
+        members = [m.Member(name, role, f"tcp://127.0.0.1:{port}", FINGERPRINT, host_id="a" if same else name)
+                   for name, role, port in (("p", roles[0], 1), ("d", roles[1], 2))]
+        self.p, self.d = [PeerProtocol(PDConfig.parse(one.role.value, SETTINGS), one, one.incarnation.encode(),
+                                       lambda: self.now) for one in members]
+        self.listed = members
+        self.events: dict[str, list] = {"p": [], "d": []}
+        self.pump()
+
+    def pump(self) -> None:
+        for us in (self.p, self.d):
+            us.control.receive(MessageSource.BROKER, "b", m.Peers("b", 1, self.listed, 0))
+        moved = True
+        while moved:
+            moved = False
+            for us, them in ((self.p, self.d), (self.d, self.p)):
+                while (action := us.control.poll_transmit()) is not None:
+                    moved = True
+                    if isinstance(action, ToBroker):
+                        if isinstance(action.message, m.Put) and "p" not in action.message.job.avoid:
+                            self.p.control.receive(MessageSource.BROKER, "b", m.Offer(action.message.job, 1))
+                    elif isinstance(action, ToDecode | ToPrefill) and not self.cut:
+                        source = MessageSource.PREFILL if isinstance(action, ToDecode) else MessageSource.DECODE
+                        them.control.receive(source, us.member.incarnation, action.message)
+                self.events[us.member.incarnation] += iter(us.poll_event, None)
+
+    def passes(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + 0.25)
+            for us in (self.p, self.d):
+                us.set_load(m.Load())
+                us.control.handle_timeout()
+            self.pump()
+
+    def take(self, name: str, kind: type) -> list:
+        found = [event for event in self.events[name] if isinstance(event, kind)]
+        self.events[name] = [event for event in self.events[name] if not isinstance(event, kind)]
+        return found
+
+    def renew(self, us: PeerProtocol) -> None:
+        """Its ranks make the agents that they are asked for."""
+        [event] = self.take(us.member.incarnation, RenewTransport)
+        us.transport.renewed(event.name, event.name.encode())
+        self.pump()
+
+    def retire(self, us: PeerProtocol) -> None:
+        """They destroy the older ones."""
+        assert self.take(us.member.incarnation, RetireTransport) == [RetireTransport()]
+        us.transport.retired(True)
+        self.pump()
+
+    def granted(self) -> tuple[m.Attempt, Prefill]:
+        """An attempt of D that P has the grant of."""
+        attempt = self.d.decode.next_attempt("r")
+        self.d.decode.submit(attempt, TOKENS, [4, 5], 0)
+        self.p.prefill.set_credits(4)
+        self.pump()
+        [job] = self.take("p", Prefill)
+        return attempt, job
+
+    def reading(self) -> tuple[m.Attempt, m.Attempt, ReadHold]:
+        """A hold of P, and the attempt of D that reads it."""
+        hold = m.Attempt("p", "h", 7)
+        assert self.p.prefill.hold(hold, token_digest(TOKENS), [1, 2])
+        attempt = self.d.decode.next_attempt("r")
+        self.d.decode.claim_hold(attempt, hold, token_digest(TOKENS), [4, 5], 0, 60.0)
+        self.pump()
+        [read] = self.take("d", ReadHold)
+        return hold, attempt, read
+
+
+@pytest.fixture
+def far():
+    return TwoMachines()
+
+
+def test_b105_a_p_that_seems_dead_loses_its_job_at_once_and_its_fence_when_d_has_destroyed_its_agents(far):
+    attempt, job = far.granted()
+    assert job.peer == "d"
+    far.cut = True
+    far.d.control.lifeline_gone("p")
+    far.passes(0.25)
+    [end] = far.take("d", Fallback)
+    assert (end.attempt, end.reason) == (attempt, FallbackReason.PEER)
+    far.renew(far.d)
+    assert far.take("d", Released) == [] and far.d.operators.counts()["decode_fenced"] == 1
+    far.retire(far.d)
+    assert far.take("d", Released) == [Released(attempt)] and far.d.operators.open_attempts() == []
+
+
+def test_b106_a_p_that_seemed_dead_and_lives_is_a_peer_as_before(far, caplog):
+    attempt, _ = far.granted()
+    far.d.control.lifeline_gone("p")
+    assert far.d.decode.view().prefill_peers == 0
+    far.passes(0.25)
+    far.p.prefill.ended(attempt)
+    far.pump()
+    assert far.d.decode.view().prefill_peers == 1 and "seemed dead and lives" in caplog.text, "it has been heard"
+    far.renew(far.d)
+    far.retire(far.d)
+    assert far.take("p", AddPeer)[-1] == AddPeer("d~1", b"d~1")
+    _, job = far.granted()
+    assert job.peer == "d~1"
+
+
+def test_b106_one_that_is_not_heard_counts_again_after_a_while_if_it_is_listed(far):
+    far.cut = True
+    far.d.control.lifeline_gone("p")
+    far.passes(2.5)
+    assert far.d.decode.view().prefill_peers == 0
+    far.passes(1.0)
+    assert far.d.decode.view().prefill_peers == 1
+
+
+def test_b106_on_one_machine_a_refusing_lifeline_is_a_death():
+    near = TwoMachines(same=True)
+    attempt, _ = near.granted()
+    near.d.control.lifeline_gone("p")
+    near.pump()
+    assert near.take("d", Released) == [Released(attempt)] and near.take("d", RenewTransport) == []
+
+
+def test_b106_a_write_that_failed_parts_the_two_for_a_moment(far):
+    attempt, _ = far.granted()
+    far.p.prefill.unproven(attempt, "broken")
+    far.pump()
+    assert far.d.operators.counts()["parted"] == far.p.operators.counts()["parted"] == 1
+    far.passes(0.25)
+    far.renew(far.d)
+    far.retire(far.d)
+    far.renew(far.p)
+    far.retire(far.p)
+    assert far.take("d", Released) == [Released(attempt)]
+    for us in (far.d, far.p):
+        assert us.operators.counts()["parted"] == 0 and us.operators.open_attempts() == []
+    assert far.granted()[1].peer == "d~1"
+    assert far.take("p", DropPeer) == [DropPeer("d")]
+
+
+def test_b106_on_one_machine_the_two_go_on_and_the_blocks_stay_set_aside():
+    near = TwoMachines(same=True)
+    attempt, _ = near.granted()
+    near.p.prefill.unproven(attempt, "broken")
+    near.passes(0.5)
+    for us in (near.d, near.p):
+        near.renew(us)
+        near.retire(us)
+    assert near.take("d", Released) == [] and near.d.operators.lasting_attempts() == {attempt}
+    assert near.p.operators.lasting_attempts() == {attempt}
+    assert near.granted()[1].peer == "d~1"
+    near.d.control.peer_dead("p")
+    near.pump()
+    assert Released(attempt) in near.take("d", Released)
+
+
+def test_b107_a_p_that_does_not_answer_a_cancel_is_waited_for_a_few_seconds(far):
+    attempt, _ = far.granted()
+    far.cut = True
+    far.d.decode.abort(attempt)
+    far.passes(DOUBT_S - 0.5)
+    assert far.take("d", RenewTransport) == []
+    far.passes(1.0)
+    far.renew(far.d)
+    far.retire(far.d)
+    assert far.take("d", Released) == [Released(attempt)]
+
+
+def test_b105_a_healthy_write_of_another_attempt_may_end(far):
+    one, _ = far.granted()
+    two, job = far.granted()
+    assert job.attempt == two
+    far.p.prefill.unproven(one, "broken")
+    far.pump()
+    far.passes(0.25)
+    far.renew(far.d)
+    assert far.take("d", RetireTransport) == []
+    far.d.decode.arrived(two, 0)
+    far.passes(0.25)
+    far.retire(far.d)
+    assert far.take("d", Fallback)[0].attempt == one and far.take("d", Released) == [Released(one)]
+
+
+def test_b105_one_that_is_not_over_after_a_lease_falls_back(far):
+    one, _ = far.granted()
+    two, _ = far.granted()
+    far.p.prefill.unproven(one, "broken")
+    far.pump()
+    far.passes(0.25)
+    far.renew(far.d)
+    far.passes(LEASE_S - 0.5)
+    assert far.take("d", RetireTransport) == [] and [end.attempt for end in far.take("d", Fallback)] == [one]
+    far.passes(1.0)
+    assert [(end.attempt, end.reason) for end in far.take("d", Fallback)] == [(two, FallbackReason.LEASE)]
+    far.retire(far.d)
+    assert {end.attempt for end in far.take("d", Released)} == {one, two}
+
+
+def test_b105_a_claim_of_an_older_generation_is_not_granted(far):
+    far.cut = True
+    far.d.control.lifeline_gone("p")
+    attempt = far.d.decode.next_attempt("r")
+    far.d._core.generations.parted.add("p")
+    far.passes(0.25)
+    far.renew(far.d)
+    far.retire(far.d)
+    far.d.decode.submit(attempt, TOKENS, [4, 5], 0)
+    far.d.control.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 1, 1, 0))
+    sent = [action.message for action in iter(far.d.control.poll_transmit, None) if isinstance(action, ToPrefill)]
+    assert sent[-1] == m.Deny(attempt, 1, m.DenyReason.UNPEERED) and far.d.operators.counts()["decode_fenced"] == 0
+    far.d.control.receive(MessageSource.PREFILL, "p", m.Claim(attempt, 2, 1, 1))
+    assert far.d.operators.counts()["decode_fenced"] == 1
+
+
+def test_b105_a_d_that_seems_dead_reads_nothing_more_once_p_has_destroyed_its_agents(far):
+    hold, attempt, read = far.reading()
+    assert read.peer == "p"
+    far.cut = True
+    far.p.control.lifeline_gone("d")
+    far.passes(0.25)
+    far.renew(far.p)
+    assert far.take("p", HoldEnded) == []
+    far.retire(far.p)
+    assert far.take("p", HoldEnded) == [HoldEnded(hold, HoldEnd.LOST)]
+
+
+def test_b105_a_d_that_claims_nothing_for_a_lease_is_doubted(far):
+    hold, *_ = far.reading()
+    far.passes(2 * LEASE_S)
+    assert far.take("p", RenewTransport) == [], "it claims it again and again"
+    far.cut = True
+    far.passes(LEASE_S + 0.5)
+    far.renew(far.p)
+    far.retire(far.p)
+    assert far.take("p", HoldEnded) == [HoldEnded(hold, HoldEnd.LOST)]
+
+
+def test_b105_on_one_machine_a_hold_stays_with_the_d_that_has_claimed_it():
+    near = TwoMachines(same=True)
+    near.reading()
+    near.cut = True
+    near.passes(3 * LEASE_S)
+    assert near.take("p", RenewTransport) == [] == near.take("p", HoldEnded)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_b107_an_own_read_that_failed_has_ended_with_the_agents_that_it_went_through(same):
+    """On one machine, too: it is the reader that copies."""
+    both = TwoMachines(same)
+    hold, attempt, _ = both.reading()
+    both.d.decode.read_ended(attempt, "broken", may_land=True)
+    both.passes(0.25)
+    assert both.take("d", Released) == [] and both.take("p", HoldEnded) == [HoldEnded(hold, HoldEnd.DONE)]
+    both.renew(both.d)
+    both.retire(both.d)
+    assert both.take("d", Released) == [Released(attempt)] and both.d.operators.open_attempts() == []
+
+
+def test_b107_an_own_read_that_does_not_end_is_waited_for_a_few_seconds(far):
+    _, attempt, _ = far.reading()
+    far.d.decode.abort(attempt)
+    far.passes(DOUBT_S - 0.5)
+    assert far.take("d", RenewTransport) == []
+    far.passes(1.0)
+    far.renew(far.d)
+    far.retire(far.d)
+    assert far.take("d", Released) == [Released(attempt)]
+    far.d.decode.read_ended(attempt, "destroyed", may_land=True)
+    far.passes(2.0)
+    assert far.take("d", RenewTransport) == [] and far.d.operators.counts()["parted"] == 0
+
+
+def test_b105_a_read_that_was_posted_while_agents_were_made_may_go_through_the_new_ones(far):
+    """So it has not ended with the older ones."""
+    _, one, _ = far.reading()
+    far.d.decode.read_ended(one, "broken", may_land=True)
+    far.passes(0.25)
+    [event] = far.take("d", RenewTransport)
+    far.p.prefill.hold(m.Attempt("p", "h", 8), token_digest(TOKENS), [1, 2])
+    two = far.d.decode.next_attempt("r")
+    far.d.decode.claim_hold(two, m.Attempt("p", "h", 8), token_digest(TOKENS), [6, 7], 0, 60.0)
+    far.pump()
+    assert len(far.take("d", ReadHold)) == 1
+    far.d.decode.abort(two)
+    far.d.transport.renewed(event.name, b"new")
+    far.pump()
+    far.retire(far.d)
+    assert far.take("d", Released) == [Released(one)] and two in far.d.operators.open_attempts()
+
+
+def test_b105_a_hold_is_claimed_and_read_in_p_s_present_generation(far):
+    far.cut = True
+    assert far.p.prefill.hold(m.Attempt("p", "h", 9), token_digest(TOKENS), [1, 2])
+    far.p._core.generations.parted.add("x")
+    far.passes(0.25)
+    far.renew(far.p)
+    far.retire(far.p)
+    attempt = far.d.decode.next_attempt("r")
+    far.d.decode.claim_hold(attempt, m.Attempt("p", "h", 9), token_digest(TOKENS), [4, 5], 0, 60.0)
+    far.cut = False
+    far.pump()
+    assert far.take("d", ReadHold) == [], "D did not know"
+    far.passes(1.0)
+    [read] = far.take("d", ReadHold)
+    assert (read.peer, read.metadata) == ("p~1", b"p~1")
+
+
+def test_b105_a_read_of_a_prefix_that_failed_ends_with_p_s_own_agents(far):
+    attempt, _ = far.granted()
+    far.p.prefill.read_unproven(attempt, "broken")
+    far.pump()
+    assert far.p.prefill.may_land(attempt)
+    far.passes(0.25)
+    far.renew(far.p)
+    assert far.p.prefill.may_land(attempt)
+    far.retire(far.p)
+    assert not far.p.prefill.may_land(attempt)
+    far.renew(far.d)
+    far.retire(far.d)
+    assert far.take("d", Released) == [Released(attempt)] and far.p.operators.open_attempts() == []
+
+
+def test_b105_an_engine_of_both_roles_writes_where_it_has_stopped_to_read():
+    both = TwoMachines(roles=(m.Role.BOTH, m.Role.BOTH))
+    _, attempt, _ = both.reading()
+    both.d.decode.read_ended(attempt, "")
+    both.take("d", DropPeer)
+    both.d._core.do([DropPeer("p", was_read=True)])
+    both.pump()
+    assert both.take("d", DropPeer) == [], "its own jobs write there"
+    both.d._core.do([DropPeer("p")])
+    both.d._core.do([DropPeer("p", was_read=True)])
+    both.pump()
+    assert len(both.take("d", DropPeer)) == 2
+
+
+def test_b105_a_rank_that_fails_is_told_in_the_log(far, caplog):
+    far.granted()
+    far.cut = True
+    far.d.control.lifeline_gone("p")
+    far.passes(0.25)
+    [event] = far.take("d", RenewTransport)
+    far.d.transport.not_renewed("rank 1: no memory")
+    assert "no memory" in caplog.text and far.d.operators.counts()["generation"] == 0
+    far.d.transport.renewed(event.name, b"late")
+    assert far.d.operators.counts()["generation"] == 0, "nobody waits for it"
+    far.passes(PAUSE_S + 0.25)
+    far.renew(far.d)
+    far.d.transport.retired(False, "rank 0: no")
+    assert "can't destroy" in caplog.text and far.d.operators.counts()["decode_fenced"] == 1
+
+
+def test_protocol_numbers_differ_from_those_of_engines_without_generations():
+    assert m.PROTOCOL == 3 and "lora" not in m.Job.__struct_fields__
+    reply = m.HelloReply(m.Member("d", m.Role.DECODE, "", FINGERPRINT), b"x")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=m.HelloReply) == reply
