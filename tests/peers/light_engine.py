@@ -62,17 +62,19 @@ class Job:
 class LightEngine:
     """Lives in its process; `serve` runs it until the pipe closes. It takes part from `do_start` on."""
 
-    def __init__(self, role: str, settings: dict, work_s: float = 0.0, room: int = 4, elsewhere: bool = False) -> None:
-        self.memory = [torch.zeros((2, BLOCKS, BLOCK_SIZE * KV_HEADS * HEAD_SIZE), dtype=torch.int32)
+    def __init__(self, role: str, settings: dict, work_s: float = 0.0, room: int = 4, elsewhere: bool = False,
+                 head_size: int = HEAD_SIZE, progress_thread: bool = False) -> None:
+        self.memory = [torch.zeros((2, BLOCKS, BLOCK_SIZE * KV_HEADS * head_size), dtype=torch.int32)
                        for _ in range(LAYERS)]
-        cache = describe(self.memory, num_blocks=BLOCKS, block_size=BLOCK_SIZE, kv_heads=KV_HEADS, head_size=HEAD_SIZE,
+        cache = describe(self.memory, num_blocks=BLOCKS, block_size=BLOCK_SIZE, kv_heads=KV_HEADS, head_size=head_size,
                          platform="cpu", backend="IPEX")
-        member = local_member(m.Role(role), FINGERPRINT)
+        member = local_member(m.Role(role), msgspec.structs.replace(FINGERPRINT, head_size=head_size))
         if elsewhere:  # as if in another container: nobody can judge it by process id, nor it anybody
             member = msgspec.structs.replace(member, host_id=f"elsewhere/{member.incarnation}")
-        self.worker = TransferWorker(NixlTransport(member.incarnation, self.memory, cache, progress_thread=False))
-        self.bell = threading.Event()
         config = PDConfig.parse(role, {**PATIENT, **settings})
+        self.worker = TransferWorker(NixlTransport(member.incarnation, self.memory, cache, progress_thread,
+                                                   config.transport_choice.host))
+        self.bell = threading.Event()
         self.agent = ControlAgent(config, member, self.worker.transport.metadata(), self.bell.set)
         self.work_s, self.room = work_s, room
         self.free = list(range(BLOCKS))
@@ -134,16 +136,14 @@ class LightEngine:
     def do_hold(self, tokens: list[int]) -> m.Attempt:
         """Keep the blocks of a prompt for whoever claims them."""
         hold = m.Attempt(self.agent.member.incarnation, "held", len(tokens))
-        count = -(-len(tokens) // BLOCK_SIZE)
-        blocks, self.free = self.free[:count], self.free[count:]
+        blocks = self.allocate(-(-len(tokens) // BLOCK_SIZE))
         assert self.agent.protocol.prefill.hold(hold, token_digest(tokens), blocks)
         self.held[hold] = blocks
         return hold
 
     def do_read(self, name: str, hold: m.Attempt, tokens: list[int]) -> None:
         """Claim a hold, and read it for ever."""
-        count = -(-len(tokens) // BLOCK_SIZE)
-        blocks, self.free = self.free[:count], self.free[count:]
+        blocks = self.allocate(-(-len(tokens) // BLOCK_SIZE))
         attempt = self.agent.protocol.decode.next_attempt(name)
         self.prompts[attempt] = (name, tokens, blocks)
         self.agent.protocol.decode.claim_hold(attempt, hold, token_digest(tokens), blocks, 0, WAIT_S)
@@ -161,6 +161,17 @@ class LightEngine:
         self.worker.close()
         self.agent.end_lifeline()
         raise SystemExit
+
+    # Blocks.
+
+    def allocate(self, count: int) -> list[int]:
+        """So many free ones, of which there are enough."""
+        blocks, self.free = self.free[:count], self.free[count:]
+        return blocks
+
+    def release(self, blocks: list[int]) -> None:
+        """They are free again."""
+        self.free += blocks
 
     # The loop.
 
@@ -211,9 +222,9 @@ class LightEngine:
         elif isinstance(event, Fallback):
             self.ended[self.prompts[event.attempt][0]] = "local"
         elif isinstance(event, HoldEnded):
-            self.free += self.held.pop(event.hold)
+            self.release(self.held.pop(event.hold))
         elif isinstance(event, Released):
-            self.free += self.prompts.pop(event.attempt)[2]
+            self.release(self.prompts.pop(event.attempt)[2])
 
     def _start_waiting(self) -> None:
         while self.waiting:
@@ -226,7 +237,7 @@ class LightEngine:
             if not (self.agent.protocol.state.hands_over and view.broker_up and view.prefill_peers):
                 self.ended[name] = "local"
                 continue
-            blocks, self.free = self.free[:count], self.free[count:]
+            blocks = self.allocate(count)
             for layer in self.memory:
                 layer[:, blocks] = 0
             attempt = self.agent.protocol.decode.next_attempt(name)
@@ -237,7 +248,7 @@ class LightEngine:
         name, tokens, blocks = self.prompts.pop(attempt)
         right = all(bool((layer[:, blocks] == answer(tokens)).all()) for layer in self.memory)
         self.ended[name] = "remote" if right else "wrong"
-        self.free += blocks
+        self.release(blocks)
 
     def _compute(self) -> None:
         for attempt, job in list(self.jobs.items()):
@@ -248,7 +259,7 @@ class LightEngine:
                 del self.jobs[attempt]
                 self.agent.protocol.prefill.failed(attempt, "the lease ran out")
                 continue
-            job.blocks, self.free = self.free[:count], self.free[count:]
+            job.blocks = self.allocate(count)
             for layer in self.memory:
                 layer[:, job.blocks] = answer(job.prefill.token_ids)
             self.worker.execute([transfer.Write(str(attempt), job.prefill.peer, job.blocks, job.prefill.block_ids,
@@ -257,8 +268,10 @@ class LightEngine:
     def _written(self, end: transfer.Finished) -> None:
         attempt = next(attempt for attempt in self.jobs if str(attempt) == end.key)
         job = self.jobs.pop(attempt)
-        self.free += job.blocks
+        self.release(job.blocks)
         self.moved += end.bytes
+        if end.may_land:
+            self.agent.protocol.prefill.unproven(attempt, f"the transfer failed: {end.error}")
         if job.cancelled:
             self.agent.protocol.prefill.ended(attempt)
         elif end.ok:
