@@ -13,7 +13,7 @@
 # The first time takes a few minutes, afterwards about a second. Interrupted, it can simply be sourced again. On failure it says
 # why and returns non-zero; your shell lives. Removing the cache folder undoes everything but the system packages.
 # VLLM_PD_ENGINE=v1 makes and enters the environment with stock vLLM and our plugin instead of the patched vLLM (v0, the default).
-# VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH. Without patch and spin some tests are skipped.
+# VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH. Without patch, spin, nft and ip some tests are skipped.
 
 _vllm_pd_python() { # refuses what is no Python 3.11; where there is no python3.11, it is a missing package
     local python=${VLLM_PD_PYTHON:-python3.11} found
@@ -46,6 +46,10 @@ _vllm_pd_missing_packages() { # prints the Debian packages that are missing
 _vllm_pd_test_packages() { # prints those without which single tests are skipped (in CI: fail)
     command -v patch >/dev/null || echo patch
     command -v spin >/dev/null || echo spin
+    if [ "$(id -u)" = 0 ]; then # those that want these want root, too
+        command -v ip >/dev/null || echo iproute2
+        command -v nft >/dev/null || echo nftables
+    fi
 }
 
 _vllm_pd_can_install() {

@@ -23,7 +23,7 @@ LANES = {
 }
 REST = {  # what only a change of the patches, of engine V0 or of the step sync can break
     "engines": ("e2e", ),
-    "others": ("dp", "upstream", "dp_protocol"),
+    "others": ("dp", "upstream", "dp_protocol", "hosts"),
 }
 # Folders with an environment of their own, and what starts pytest there.
 V1_PYTEST = ("bash", "-c", 'VLLM_PD_ENGINE=v1 . scripts/env.sh && exec python -m pytest "$@"', "pytest-v1")
@@ -33,7 +33,7 @@ FAST = {
     "others": ("series", "unit", "proof"),
 }
 # Folders whose tests mostly wait run in several processes of pytest-xdist: "-n", how many.
-WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "router": 2, "v1": 2}
+WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "hosts": 4, "router": 2, "v1": 2}
 BY_FILE = ("--dist", "loadfile")  # the tests of a file share its engines
 FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")

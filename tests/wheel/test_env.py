@@ -110,15 +110,17 @@ def test_env_does_without_packages_that_only_tests_want(machine, apt_get):
     """It says so, once a day."""
     status, said, calls = machine("git", "g++", apt_get=apt_get)
     assert status == 0 and len(calls) == (apt_get is not None)
-    assert said[-1] == "vllm-pd: some tests are skipped without these; as root: apt-get install -y patch spin "
+    wanted = "patch spin " + "iproute2 nftables " * (apt_get is not None)  # for tests that want root, too
+    assert said[-1] == f"vllm-pd: some tests are skipped without these; as root: apt-get install -y {wanted}"
     assert machine("git", "g++", apt_get=apt_get) == (0, [], [])
 
 
 def test_env_installs_all_that_is_missing_on_debian(machine):
     status, said, calls = machine("git", apt_get=0)
     assert status == 0
-    assert said == [f"vllm-pd: installing system packages: {packages} ..." for packages in ("g++", "patch spin")]
-    assert [call.split("recommends ")[-1] for call in calls] == ["-qq update", "g++", "-qq update", "patch spin"]
+    tests = "patch spin iproute2 nftables"
+    assert said == [f"vllm-pd: installing system packages: {packages} ..." for packages in ("g++", tests)]
+    assert [call.split("recommends ")[-1] for call in calls] == ["-qq update", "g++", "-qq update", tests]
 
 
 def test_env_refuses_without_a_package_that_it_needs(machine):

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several machines on one: hosts that network, process ids and boot tell apart, a switch between them, and faults.
+
+A host is a set of namespaces (network, process ids, mounts, host name, IPC) with a boot id, a /dev/shm and a /sys of
+its own, so engines and UCX take it for another machine. Its `eth0` is plugged into a switch, a bridge in a namespace of
+its own. The first process of each host, and that of the switch, waits for the end of its standard input; with it the
+kernel ends all processes of the host, and removes its network. So nothing is left over, even if the process that holds
+a `Rack` is killed.
+
+Wants root, iproute2, nftables, util-linux, and a kernel with bridges, nftables for both and token buckets.
+"""
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import select
+import shutil
+import signal
+import subprocess
+import uuid
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+NET = "10.79.0"
+START_S = 30.0
+COMMAND_S = 30.0
+END_S = 30.0
+_PROGRAMS = ("ip", "tc", "nft", "unshare", "nsenter")
+_NAMESPACES = ("--net", "--pid", "--mount", "--ipc", "--uts")
+# One burst of the tested rates fits into a fraction of a second, and nothing that a test sends is dropped.
+_SHAPED = "root tbf rate {rate} burst 16kb latency 2s"
+# A packet that ends a connection passes: of a connection that one end has forgotten, the other end must learn.
+_REJECT = "tcp flags & (fin|rst) == 0 reject with tcp reset"
+
+_SWITCH = "set -e; ip link add name br0 type bridge; ip link set dev br0 up; echo ready; exec cat"
+_HOST = """set -e
+mount --bind "$1/boot_id" /proc/sys/kernel/random/boot_id
+mount -t tmpfs tmpfs /dev/shm
+mount -t sysfs sysfs /sys
+hostname "$2"
+ip link set dev lo up
+echo ready
+exec cat"""
+_TRIAL = f"""set -e
+ip link add name br0 type bridge
+ip link add name one type veth peer name other
+ip link set dev one master br0
+tc qdisc add dev other {_SHAPED.format(rate="4mbit")}
+nft 'add table bridge t; add chain bridge t f {{ type filter hook forward priority 0; }}; add rule bridge t f iifname one drop'
+nft 'add table inet t; add chain inet t i {{ type filter hook input priority 0; }}; add rule inet t i {_REJECT}'
+mount --bind /dev/null /proc/sys/kernel/random/boot_id
+mount -t sysfs sysfs /sys
+hostname trial"""  # noqa: E501
+
+
+@functools.lru_cache(maxsize=1)
+def unavailable() -> str:
+    """Why this machine can have no hosts; "" if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces want root"
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"{', '.join(missing)} missing: apt-get install iproute2 nftables util-linux"
+    done = subprocess.run([*_unshared(), "sh", "-c", _TRIAL], capture_output=True, text=True, timeout=START_S)
+    return f"no namespaces with a switch and a firewall: {done.stderr.strip()}" if done.returncode else ""
+
+
+def _unshared() -> list[str]:
+    return ["unshare", *_NAMESPACES, "--mount-proc", "--fork", "--kill-child"]
+
+
+class _Space:
+    """Namespaces that live as long as their first process. `pid` is its number outside of them."""
+
+    def __init__(self, command: list[str], is_forked: bool) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        is_ready = select.select([self._process.stdout], [], [], START_S)[0]
+        said = self._process.stdout.readline() if is_ready else f"nothing within {START_S:g} s"
+        if said != "ready\n":
+            self.end()
+            raise OSError(f"no namespaces: {said.strip()}")
+        self.pid = psutil.Process(self._process.pid).children()[0].pid if is_forked else self._process.pid
+
+    def run(self, *command: str) -> None:
+        """Run a command in the network namespace. Raises OSError with what it says where it fails."""
+        done = subprocess.run(["nsenter", "--target", str(self.pid), "--net", *command], capture_output=True, text=True,
+                              timeout=COMMAND_S)
+        if done.returncode:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+    def kill(self) -> None:
+        """SIGKILL to all processes in it. Returns when none is left."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._process.wait(END_S)
+
+    def end(self) -> None:
+        """Let it end, if it has not yet."""
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # and with it, its first process
+            self._process.wait(END_S)
+        self._process.stdout.close()
+
+
+class Host:
+    """One machine of a `Rack`, which makes it. `folder` is for its logs."""
+
+    def __init__(self, rack: Rack, name: str, number: int, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
+        self.name, self.number, self.folder = name, number, folder
+        self.ip = f"{NET}.{number}"
+        self._rack = rack
+        self._programs: list[subprocess.Popen] = []
+        self._space = _Space([*_unshared(), "sh", "-c", _HOST, "sh", str(folder), name], is_forked=True)
+
+    @property
+    def pid(self) -> int:
+        """The number, outside, of its first process."""
+        return self._space.pid
+
+    def start(self, command: list[str], output: IO | int, errors: Path, environment: dict[str, str] | None = None,
+              **options: object) -> subprocess.Popen:
+        """Start a program on it. The errors are appended to that file. The process that is returned waits for the
+        program; both end with the host. `options` are those of Popen."""
+        with errors.open("ab") as log:
+            program = subprocess.Popen(self._entered(command), stdout=output, stderr=log, start_new_session=True,
+                                       env={**os.environ, **(environment or {})}, **options)
+        self._programs.append(program)
+        return program
+
+    def run(self, *command: str) -> str:
+        """The output of a command on it. Raises CalledProcessError."""
+        return subprocess.run(self._entered(list(command)), check=True, capture_output=True, text=True,
+                              timeout=COMMAND_S).stdout
+
+    def listening(self) -> set[str]:
+        """The addresses at which any process of it listens, by TCP or UDP, as `ss` has them."""
+        sockets = self.run("ss", "-H", "--listening", "--tcp", "--udp", "--numeric").splitlines()
+        return {line.split()[4].rpartition(":")[0] for line in sockets}
+
+    def sysctl(self, name: str, value: int) -> None:
+        """Set `net.NAME` of its kernel; `name` has slashes."""
+        self._space.run("sh", "-c", f"echo {value} > /proc/sys/net/{name}")
+
+    def add_device(self, name: str, address: str) -> None:
+        """Give it one more network, of which it is the only member."""
+        self._configure(f"link add name {name} type bridge", f"addr add {address}/24 dev {name}",
+                        f"link set dev {name} up")
+
+    def connect(self, other: Host, name: str, net: str, rate: str) -> None:
+        """A further cable between the two, called `name` at both, with addresses of `net` ("10.80.0"). Each sends at
+        that rate of `tc` at most."""
+        self._configure(f"link add name {name} type veth peer name {name} netns {other.pid}")
+        for host in (self, other):
+            host._configure(f"addr add {net}.{host.number}/24 dev {name}", f"link set dev {name} up")
+            host.shape(name, rate)
+
+    def shape(self, device: str, rate: str) -> None:
+        """From now on that device sends at that rate of `tc` at most."""
+        self._space.run("tc", "qdisc", "add", "dev", device, *_SHAPED.format(rate=rate).split())
+
+    def reject(self, other: Host, device: str = "eth0") -> None:
+        """Its firewall answers with a reset whatever `other` sends by TCP to that device: connections that are open end
+        at once, and new ones are refused to `other`, until `accept`."""
+        self._filter(f'iifname "{device}" ip saddr {other.ip} {_REJECT}')
+
+    def accept(self) -> None:
+        """Its firewall lets everything in."""
+        self._space.run("nft", "flush ruleset")
+
+    def power_off(self) -> None:
+        """It is gone at once: nothing of it says goodbye to the others, whose networks stay as they are."""
+        self._rack.unplug(self)
+        self._space.kill()
+        self.close()
+
+    def close(self) -> None:
+        """End everything on it, if that has not happened yet. Leaves its folder."""
+        self._space.end()
+        for program in self._programs:
+            program.wait(END_S)
+            for pipe in (program.stdin, program.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._programs.clear()
+
+    def plug_in(self, switch: int) -> None:
+        """Connect it to the switch that is in the network namespace of that process."""
+        self._configure(f"link add name eth0 type veth peer name {self.name} netns {switch}",
+                        f"addr add {self.ip}/24 dev eth0", "link set dev eth0 up")
+
+    def _configure(self, *commands: str) -> None:
+        for command in commands:
+            self._space.run("ip", *command.split())
+
+    def _filter(self, rule: str) -> None:
+        self._space.run("nft", f"add table inet faults; add chain inet faults in {{ type filter hook input priority 0; "
+                               f"}}; add rule inet faults in {rule}")
+
+    def _entered(self, command: list[str]) -> list[str]:
+        return ["nsenter", "--target", str(self.pid), *_NAMESPACES, *command]
+
+
+class Rack:
+    """Hosts and their switch. A context manager; all that it has made ends with it. `folder` is for boot ids and logs.
+
+        with Rack(folder) as rack:
+            p, d = rack.host("p"), rack.host("d")  # 10.79.0.1, 10.79.0.2
+            rack.cut(p, d)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ends = contextlib.ExitStack()
+        self._numbers = itertools.count(1)
+
+    def __enter__(self) -> Rack:
+        self._switch = _Space(["unshare", "--net", "sh", "-c", _SWITCH], is_forked=False)
+        self._ends.callback(self._switch.end)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ends.close()
+
+    def host(self, name: str) -> Host:
+        """A new one, connected to all others. The name is that of its port at the switch, at most 15 characters."""
+        host = Host(self, name, next(self._numbers), self.folder / name)
+        self._ends.callback(host.close)
+        host.plug_in(self._switch.pid)
+        for command in (f"link set dev {name} master br0", f"link set dev {name} up"):
+            self._switch.run("ip", *command.split())
+        return host
+
+    def cut(self, one: Host, other: Host, one_way: bool = False) -> None:
+        """The switch passes nothing from one to the other, nor back unless `one_way`, and nobody is told, until
+        `heal`."""
+        ways = [(one, other)] if one_way else [(one, other), (other, one)]
+        rules = "; ".join(f"add rule bridge faults pass iifname {a.name} oifname {b.name} drop" for a, b in ways)
+        self._switch.run("nft", "add table bridge faults; add chain bridge faults pass { type filter hook forward "
+                                f"priority 0; }}; {rules}")
+
+    def heal(self) -> None:
+        """The switch passes everything."""
+        self._switch.run("nft", "flush ruleset")
+
+    def unplug(self, host: Host) -> None:
+        """The switch has no connection to that host any more."""
+        self._switch.run("ip", "link", "set", "dev", host.name, "down")

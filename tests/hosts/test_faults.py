@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B105 to B108: faults between machines. Whoever is in doubt about a peer ends by its own act what that peer could
+still do in its memory, has every block back within seconds, and works with the peer again once that is possible."""
+import time
+
+import pytest
+
+from tests.hosts.fleet import LARGE_HEAD, Fleet, HostedEngine
+from tests.hosts.rack import Host, Rack
+
+BACK_S = 30.0  # until every block is back: a lease (5 s), the time to notice, and what a busy machine takes
+AGAIN_S = 30.0  # until prompts are handed over again
+SLOW, LONG_BLOCKS = "2mbit", 24  # 6 MiB in 25 s
+RETRIES = 6  # of TCP: the kernel gives a silent connection up after about 25 s instead of 15 min
+WORK_S, PROMPT_EVERY_S = 0.3, 0.25
+
+
+@pytest.fixture
+def hosts(rack: Rack) -> tuple[Host, Host, Host]:
+    """One for the broker, one for a prefill engine, one for a decode engine."""
+    return rack.host("b"), rack.host("p"), rack.host("d")
+
+
+def end_well(p: HostedEngine, d: HostedEngine) -> None:
+    """The fault is over: the two work together again. In the end every prompt has ended, everything is back, and no
+    block was written while it was free."""
+    d.hands_over(AGAIN_S)
+    d.ask("load", 0)
+    for engine in (d, p):
+        engine.rests(BACK_S)
+    d.take_ended()
+    assert d.serve(8, blocks=1) == {"remote": 8}
+    for engine in (d, p):
+        engine.rests(BACK_S)
+        engine.keeps_free_blocks()
+
+
+def pair_with_a_slow_fabric(hosts: tuple[Host, Host, Host], **settings: object) -> tuple[HostedEngine, HostedEngine]:
+    """Their KV takes another way than their messages, and takes long."""
+    broker, prefill, decode = hosts
+    prefill.connect(decode, "fab0", "10.80.0", SLOW)
+    return Fleet(broker, **settings).pair(prefill, decode, head_size=LARGE_HEAD,
+                                          environment={"UCX_NET_DEVICES": "fab0"})
+
+
+def test_b105_b106_a_live_prefill_engine_is_taken_for_dead(hosts):
+    """B105, B106: a firewall of P's host resets what D sends to it, while P writes over another network. D has its
+    blocks back, and nothing of what P still writes lands in one that is free."""
+    p, d = pair_with_a_slow_fabric(hosts)
+    names = d.submit(1, LONG_BLOCKS)
+    p.wait_until(lambda report: report["handles"] == 1, "P writes")
+    hosts[1].reject(hosts[2])
+    assert d.ended(names) == {"local": 1}
+    d.wait_until(lambda report: report["open"] == 0, "D has its blocks back", BACK_S)
+    until_s = time.monotonic() + 20.0
+    while p.report()["handles"] and time.monotonic() < until_s:
+        d.keeps_free_blocks()
+        time.sleep(0.5)
+    d.wait_until(lambda report: report["degraded"], "it says that P is away")
+    hosts[1].accept()
+    end_well(p, d)
+
+
+def test_b105_b106_a_live_decode_engine_is_taken_for_dead(hosts):
+    """B105, B106: a firewall of D's host resets what P sends to it, while D reads what P holds over another network. P
+    has its blocks back, and D takes nothing for the prompt's KV that is not."""
+    p, d = pair_with_a_slow_fabric(hosts, lease_s=60.0, attempt_deadline_s=120.0)
+    tokens = list(range(1, 1 + 16 * LONG_BLOCKS))
+    d.ask("read", "read", p.ask("hold", tokens), tokens)
+    d.wait_until(lambda report: report["reading"] == 1, "D reads")
+    hosts[2].reject(hosts[1])
+    p.wait_until(lambda report: report["held"] == 0, "P has its blocks back", BACK_S)
+    assert sum(d.ended({"read"}).values()) == 1
+    hosts[2].accept()
+    end_well(p, d)
+
+
+@pytest.mark.parametrize("fault, seconds, is_loaded", [
+    ("d rejects p", 15.0, False), ("d rejects p", 15.0, True), ("p rejects d", 15.0, True),
+    ("p d", 60.0, False), ("p d", 60.0, True), ("p > d", 20.0, True), ("d > p", 20.0, True), ("p b", 20.0, True),
+    ("d b", 20.0, True)])
+def test_b107_a_partition_heals(rack, hosts, fault, seconds, is_loaded):
+    """B107: two of broker, P and D do not reach each other for a while, or one does not reach the other. Every prompt
+    ends, with right KV; nobody is started again."""
+    for host in hosts:
+        host.sysctl("ipv4/tcp_retries2", RETRIES)
+    p, d = Fleet(hosts[0]).pair(*hosts[1:])
+    p.ask("work", WORK_S)
+    if is_loaded:
+        d.ask("load", PROMPT_EVERY_S)
+        p.wait_until(lambda report: report["jobs"] > 0, "P has work")
+    one, *way, other = fault.split()
+    named = {host.name: host for host in hosts}
+    if way == ["rejects"]:
+        named[one].reject(named[other])
+    else:
+        rack.cut(named[one], named[other], one_way=bool(way))
+    time.sleep(seconds)
+    rack.heal()
+    named[one].accept()
+    end_well(p, d)
+
+
+@pytest.mark.parametrize("state", ["computing", "writing"])
+def test_b108_the_host_of_a_prefill_engine_is_gone_for_good(rack, hosts, state):
+    """B108: what it was granted comes back, and another prefill engine is used."""
+    broker, prefill, decode = hosts
+    fleet = Fleet(broker)
+    p, d = fleet.pair(prefill, decode, head_size=LARGE_HEAD)
+    if state == "computing":
+        p.ask("work", 600.0)
+        names = d.submit(3)
+        d.wait_until(lambda report: report["gauges"]["decode_granted"] == 3, "P computes")
+    else:
+        prefill.shape("eth0", SLOW)
+        names = d.submit(1, LONG_BLOCKS)
+        p.wait_until(lambda report: report["handles"] == 1, "P writes")
+    prefill.power_off()
+    assert d.ended(names) == {"local": len(names)}
+    d.rests(BACK_S)
+    other = fleet.engine(rack.host("other"), "kv_producer", LARGE_HEAD).start()
+    end_well(other, d)
+
+
+@pytest.mark.parametrize("state", ["reading", "written"])
+def test_b108_the_host_of_a_decode_engine_is_gone_for_good(rack, hosts, state):
+    """B108: what it has claimed at a prefill engine comes back, and so does what was being written to it. Another
+    decode engine is served."""
+    broker, prefill, decode = hosts
+    fleet = Fleet(broker)
+    p, d = fleet.pair(prefill, decode, head_size=LARGE_HEAD)
+    prefill.shape("eth0", SLOW)
+    if state == "reading":
+        tokens = list(range(1, 1 + 16 * LONG_BLOCKS))
+        d.ask("read", "read", p.ask("hold", tokens), tokens)
+        d.wait_until(lambda report: report["reading"] == 1, "D reads")
+    else:
+        d.submit(1, LONG_BLOCKS)
+        p.wait_until(lambda report: report["handles"] == 1, "P writes")
+    decode.power_off()
+    p.rests(BACK_S)
+    other = fleet.engine(rack.host("other"), "kv_consumer", LARGE_HEAD).start()
+    end_well(p, other)

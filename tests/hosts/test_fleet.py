@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B40, B102, B109: engines on machines of their own, set up by the words of docs/configuration.md."""
+import random
+import subprocess
+
+import pytest
+
+from tests.hosts.fleet import BLOCK_SIZE, PROMPT_BLOCKS, ROOT, SMALL_HEAD, VLLM_PD, Fleet, HostedEngine
+from tests.verdict import WrongAnswer
+
+REST_S = 30.0
+
+
+def prompt(blocks: int = PROMPT_BLOCKS) -> list[int]:
+    return [random.randrange(1, 30_000) for _ in range(blocks * BLOCK_SIZE)]
+
+
+def test_b40_two_machines(rack):
+    """Prompts are prefilled by the other machine, with the right KV in each block; holds are read. Everything is back
+    in the end."""
+    one, other = rack.host("one"), rack.host("other")
+    p, d = Fleet(one).pair(one, other)
+    assert d.serve(40) == {"remote": 40}
+    for number in range(5):
+        tokens = prompt()
+        d.ask("read", f"read {number}", p.ask("hold", tokens), tokens)
+        assert d.ended({f"read {number}"}) == {"remote": 1}
+    for engine in (p, d):
+        engine.rests(REST_S)
+        engine.keeps_free_blocks()
+
+
+def test_b109_every_process_listens_at_the_address_of_bind(rack):
+    """B109: on each machine nothing listens anywhere but there, TCP and UDP. A fleet without keys, with the defaults,
+    listens on the loopback."""
+    hosts = broker, prefill, decode, alone = [rack.host(name) for name in ("b", "p", "d", "alone")]
+    for host in hosts:
+        host.add_device("office", f"192.168.9.{host.number}")
+    p, d = Fleet(broker).pair(prefill, decode)
+    p.ask("hold", prompt())
+    assert d.serve(3) == {"remote": 3}
+    assert [host.listening() for host in hosts] == [{broker.ip}, {prefill.ip}, {decode.ip}, set()]
+    alone.start([*VLLM_PD, "broker"], subprocess.DEVNULL, alone.folder / "broker.log", {"PYTHONPATH": str(ROOT)})
+    p, d = (HostedEngine(alone, role, {"broker": "tcp://127.0.0.1:5700"}, SMALL_HEAD, {}).start()
+            for role in ("kv_producer", "kv_consumer"))
+    d.wait_until(lambda report: report["prefill_peers"] == 1, "P is there")
+    assert d.serve(3) == {"remote": 3} and alone.listening() == {"127.0.0.1"}
+
+
+def test_a_write_into_a_free_block_is_found(rack):
+    """The other tests would notice it, also after the block was used again."""
+    host = rack.host("one")
+    d = Fleet(host).engine(host, "kv_consumer").start()
+    d.keeps_free_blocks()
+    d.ask("scribble")
+    for _ in range(2):
+        with pytest.raises(WrongAnswer, match="1 blocks were written while they were free"):
+            d.keeps_free_blocks()
