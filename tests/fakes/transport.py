@@ -212,6 +212,14 @@ class FakeTransport:
         finished, self._finished = self._finished, []
         return TransportProgress(finished=finished, notices=self._fabric.take_notices(self.name))
 
+    def renew(self, name: str) -> bytes:
+        """See Transport. It has one generation."""
+        raise TransferError(f"no generation {name}: this transport has one")
+
+    def retire(self, key: str) -> None:
+        """See Transport."""
+        self._finished.append(Finished(key, ok=True))
+
     def live_handles(self) -> int:
         """See Transport."""
         return len(self._open)

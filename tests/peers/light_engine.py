@@ -22,6 +22,7 @@ import msgspec
 import psutil
 import torch
 
+from vllm_pd.handover.engine import RETIRE_KEY
 from vllm_pd.handover.progress import ArrivalNotice
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.peer.liveness.process import local_member
@@ -32,7 +33,7 @@ from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer import requests as transfer
 from vllm_pd.transfer.layout import describe
-from vllm_pd.transfer.nixl.transport import NixlTransport
+from vllm_pd.transfer.nixl.generations import NixlGenerations
 from vllm_pd.transfer.worker import TransferWorker
 
 BLOCK_SIZE, KV_HEADS, HEAD_SIZE, LAYERS, BLOCKS = 16, 2, 16, 2, 64
@@ -72,8 +73,8 @@ class LightEngine:
         if elsewhere:  # as if in another container: nobody can judge it by process id, nor it anybody
             member = msgspec.structs.replace(member, host_id=f"elsewhere/{member.incarnation}")
         config = PDConfig.parse(role, {**PATIENT, **settings})
-        self.worker = TransferWorker(NixlTransport(member.incarnation, self.memory, cache, progress_thread,
-                                                   config.transport_choice.host))
+        self.worker = TransferWorker(NixlGenerations(member.incarnation, self.memory, cache, progress_thread,
+                                                     config.transport_choice.host))
         self.bell = threading.Event()
         self.agent = ControlAgent(config, member, self.worker.transport.metadata(), self.bell.set)
         self.work_s, self.room = work_s, room
@@ -203,16 +204,28 @@ class LightEngine:
         for notice in progress.notices:
             arrival = ArrivalNotice.decode(notice.payload)
             self.agent.protocol.decode.arrived(arrival.attempt, arrival.rank)
+        for made in progress.made:
+            if made.error:
+                self.agent.protocol.transport.not_renewed(made.error)
+            else:
+                self.agent.protocol.transport.renewed(made.name, made.metadata)
         for end in progress.finished:
-            self._written(end)
+            if end.key == RETIRE_KEY:
+                self.agent.protocol.transport.retired(end.ok, end.error)
+            else:
+                self._written(end)
         for event in iter(self.agent.protocol.poll_event, None):
             self._on_event(event)
 
     def _on_event(self, event: object) -> None:
         if isinstance(event, e.AddPeer):
-            self.worker.execute([transfer.AddTransferPeer(event.incarnation, event.metadata)])
+            self.worker.execute([transfer.AddTransferPeer(event.name, event.metadata)])
         elif isinstance(event, e.DropPeer):
-            self.worker.execute([transfer.DropTransferPeer(event.incarnation)])
+            self.worker.execute([transfer.DropTransferPeer(event.name)])
+        elif isinstance(event, e.RenewTransport):
+            self.worker.execute([transfer.MakeGeneration(event.name)])
+        elif isinstance(event, e.RetireTransport):
+            self.worker.execute([transfer.DestroyOlder(RETIRE_KEY)])
         elif isinstance(event, Prefill):
             self.jobs[event.attempt] = Job(event, time.monotonic() + self.work_s)
         elif isinstance(event, Cancelled):

@@ -402,7 +402,7 @@ def test_kv_both_engines_serve_each_other_and_never_themselves(broker, engine):
     for this, other in ((one, two), (two, one)):
         this.protocol.prefill.set_credits(4)
         this.expect_view(lambda view: view.prefill_peers == 1)
-        assert this.expect(AddPeer).incarnation == other.agent.member.incarnation
+        assert this.expect(AddPeer).name == other.agent.member.incarnation
     attempts = one.submit(), two.submit()
     assert two.expect(Prefill).attempt == attempts[0] and one.expect(Prefill).attempt == attempts[1]
     one.protocol.prefill.failed(attempts[1], "")
@@ -620,7 +620,7 @@ def test_b41_a_decode_engine_is_met_although_no_descriptor_was_left_when_it_came
 
     monkeypatch.setattr(control_sockets, "WatchedConnection", connection)
     prefill, decode = (engine(Settings(broker.address), role) for role in (m.Role.PREFILL, m.Role.DECODE))
-    assert prefill.expect(AddPeer).incarnation == decode.agent.member.incarnation
+    assert prefill.expect(AddPeer).name == decode.agent.member.incarnation
     assert prefill.agent.dropped()["link_address_bad"] == 1 and prefill.protocol.operators.counts()["peers"] == 1
     assert connected[:2] == [decode.agent.member.address] * 2, "and no more than one is open"
 
@@ -684,7 +684,7 @@ def test_b23_decode_engine_killed(broker, engine):
     prefill = engine(Settings(broker.address), m.Role.PREFILL)
     prefill.protocol.prefill.set_credits(4)
     with other_process(m.Role.DECODE, broker) as child:
-        peer = prefill.expect(AddPeer).incarnation
+        peer = prefill.expect(AddPeer).name
         attempt = prefill.expect(Prefill).attempt
         child.kill()
         assert prefill.expect(Cancelled, timeout_s=20.0).attempt == attempt

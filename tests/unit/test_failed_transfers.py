@@ -43,7 +43,7 @@ from vllm_pd.protocol.prefill import PrefillLimits
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-from vllm_pd.transfer.nixl import kept
+from vllm_pd.transfer.nixl import generations, kept
 from vllm_pd.transfer.nixl import transport as nixl
 from vllm_pd.transfer.nixl.agent import TransferState
 from vllm_pd.transfer.ranks.gather import GatheredEnds
@@ -281,7 +281,7 @@ def test_b22_caches_are_kept_once_peers_can_reach_them(monkeypatch, works):
         if not works:
             raise TransferError("no agent")
 
-    monkeypatch.setattr(nixl, "NixlTransport", make)
+    monkeypatch.setattr(generations, "NixlGenerations", make)
     monkeypatch.setattr(kept, "_caches", {})
     with contextlib.suppress(TransferError):
         TransportChoice().make("e/0", [], None, True)

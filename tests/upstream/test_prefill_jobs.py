@@ -286,11 +286,11 @@ class TestReading:
     def test_b34_a_read_that_failed_and_may_land_waits_for_the_peers_death(self, jobs, agent, engine, reading):
         progress = Progress()
         engine.abort_request = lambda request_id: jobs.aborted(ATTEMPT)  # as the scheduler calls it, once
-        agent.is_dead = lambda incarnation: False
+        agent.may_land = lambda attempt: attempt == ATTEMPT
         end(jobs, transfer.Finished(reading.key, False, error="ERR", may_land=True), progress)
         jobs.free_unproven(progress)
         assert agent.names() == ["read_unproven"] and not progress and not jobs.has_jobs
-        agent.is_dead = lambda incarnation: incarnation == "decode-incarnation"
+        agent.may_land = lambda attempt: False
         jobs.free_unproven(progress)
         assert progress.finished_transfers == [ATTEMPT]
 

@@ -213,8 +213,8 @@ class FakeProtocol:
         self.calls.append(("read_unproven", attempt))
         self.lasting.add(attempt)
 
-    def is_dead(self, incarnation):
-        return incarnation in self.dead
+    def may_land(self, attempt):
+        return attempt in self.lasting and attempt.incarnation not in self.dead
 
     def _say(self, word, attempt):
         """The decode engine may reuse its blocks from now on."""

@@ -94,9 +94,8 @@ class DecodeSession(Session):
         all has arrived."""
         reads, peer = self._decode.reads, self._decode.reads.peer_of(attempt)
         if may_land and peer and not self._cluster.is_dead(peer):
+            self._parted.add(peer)
             self._do(reads.unproven(self._clock(), attempt, error))
-            if attempt in reads.unproven_reads():
-                self._parted.add(peer)
         else:
             self._do(reads.ended(attempt, error))
             self._do(self._prefill.read_ended(self._clock(), peer))

@@ -105,8 +105,9 @@ class OperatorSession(Session):
     def open_attempts(self) -> list[m.Attempt]:
         """Every attempt with a record, in either half, and every read that may still land: empty when all has ended and
         all fences are down."""
-        return [*self._decode.states(), *self._decode.reads.states(), *self._prefill.states(),
-                *self._prefill.holds.states(), *self._prefill.unproven_reads()]
+        jobs = self._prefill.states().keys() - self._prefill.remembered()
+        return [*self._decode.states(), *self._decode.reads.states(), *jobs, *self._prefill.holds.states(),
+                *self._prefill.unproven_reads()]
 
     @locked
     def is_reached(self) -> bool:

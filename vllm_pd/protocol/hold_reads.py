@@ -61,7 +61,7 @@ class _HoldRead:
         self.unproven = False  # it has failed, and its bytes may land until P, this engine or the generation has ended
         self.lease_until = self.next_claim = self.stopping_at = 0.0
         self.generation = 0  # of P, in which it is claimed
-        self.own_generation = 0  # the newest one that it may go through
+        self.own_generation = 0  # in which it began; once it is unproven, the newest one that it may have gone through
 
     @property
     def peer(self) -> str:
@@ -141,10 +141,8 @@ class HoldReads:
         read = self._reads.get(attempt)
         if read is None or read.state is ReadState.CLAIMING:
             return self._drop("hold_read_unknown")
-        if read.own_generation < self._generations.oldest:  # what it came through is gone
-            return self.ended(attempt, error)
         self.counters["read_unproven"] += not read.unproven
-        read.unproven = True
+        read.unproven, read.own_generation = True, self._generations.newest
         stopping = read.state is ReadState.STOPPING
         actions = [] if stopping else self._end(now, read, AttemptEnd.FAILED, FallbackReason.FAILED, error)
         return actions + self._done(read.peer, attempt, read.hold)
@@ -217,10 +215,10 @@ class HoldReads:
                    if read.own_generation < self._generations.current)
 
     def retired(self) -> list[Action]:
-        """See Half. A read that goes on there has its end reported."""
+        """See Half. Of a read that went on until now the ranks report that it has ended."""
         actions: list[Action] = []
-        for read in [one for one in self._reads.values() if one.own_generation < self._generations.oldest]:
-            if read.state is ReadState.STOPPING:
+        for read in [one for one in self._reads.values() if one.unproven]:
+            if read.own_generation < self._generations.oldest:
                 actions += self.ended(read.attempt, "the transfer agents that read it were destroyed")
         return actions
 
@@ -323,7 +321,7 @@ class HoldReads:
             return self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER,
                              "the prefill engine is not known any more")
         read.state = ReadState.READING
-        read.generation, read.own_generation = grant.generation, self._generations.newest
+        read.generation, read.own_generation = grant.generation, self._generations.current
         self._read_from.add(read.name)
         return [ReadHold(read.attempt, read.name, known.metadata, read.block_ids[read.cached_blocks:],
                          remote_block_ids[read.cached_blocks:])]

@@ -24,7 +24,7 @@ import msgspec
 from vllm_pd.errors import PeerMismatch
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, Cancelled, Prefill, ToDecode
-from vllm_pd.protocol.generations import Generations, is_elsewhere
+from vllm_pd.protocol.generations import DOUBT_S, Generations, is_elsewhere
 from vllm_pd.protocol.hashes import claim_number
 from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.holds import HoldLimits, Holds
@@ -84,7 +84,7 @@ class _OfferedJob:
         self.generation = 0  # of D, in which it is claimed
         self.own_generation = 0  # in which its writes begin
         self.is_elsewhere = False  # D
-        self.unproven_until = 0.0
+        self.stopping_at = self.unproven_until = 0.0
 
 
 class PrefillProtocol:
@@ -234,13 +234,13 @@ class PrefillProtocol:
         peer = self._peering.find(incarnation)
         if peer is None:
             return []
-        actions = self._stop_jobs(incarnation)
+        actions = self._stop_jobs(now, incarnation)
         return actions + self._peering.lose(peer) + self._drop_idle(now, incarnation)
 
-    def _stop_jobs(self, incarnation: str) -> list[Action]:
+    def _stop_jobs(self, now: float, incarnation: str) -> list[Action]:
         actions: list[Action] = []
         for job in [j for j in self._jobs.values() if j.attempt.incarnation == incarnation]:
-            actions += self._give_up(job)
+            actions += self._give_up(now, job)
         return actions
 
     def read_ended(self, now: float, incarnation: str) -> list[Action]:
@@ -262,19 +262,26 @@ class PrefillProtocol:
         until it answers; what it reads here is kept until the generation has ended."""
         self.holds.peer_seems_dead(incarnation)
         self._peering.not_answered(now, incarnation)
-        return self._stop_jobs(incarnation)
+        return self._stop_jobs(now, incarnation)
 
     # The generations: see `generations.Half`.
 
     def doubts_at(self) -> float:
         """See Half."""
-        return _LONG_AGO if self._unproven_reads or self.parted else self.holds.doubts_at()
+        if self._unproven_reads or self.parted:
+            return _LONG_AGO
+        return min([self.holds.doubts_at(), *map(self._doubted_at, self._jobs.values())])
+
+    @staticmethod
+    def _doubted_at(job: _OfferedJob) -> float:
+        """A write that was stopped and does not end: its D may be gone, and TCP tries for a quarter of an hour."""
+        return job.stopping_at + DOUBT_S if job.is_elsewhere and job.state is JobState.STOPPING else _NEVER
 
     def is_busy(self, now: float) -> bool:
         """See Half."""
         return self.holds.is_busy(now) or any(
-            job.state in (JobState.RUNNING, JobState.STOPPING) and job.own_generation < self.generations.current
-            for job in self._jobs.values())
+            job.state in (JobState.RUNNING, JobState.STOPPING) and now < self._doubted_at(job)
+            for job in self._jobs.values() if job.own_generation < self.generations.current)
 
     def renewed(self, now: float) -> list[Action]:
         """See Half."""
@@ -298,7 +305,7 @@ class PrefillProtocol:
         more."""
         actions = self.holds.close_unclaimed()
         for job in list(self._jobs.values()):
-            actions += self._give_up(job)
+            actions += self._give_up(now, job)
         return actions
 
     # Time.
@@ -343,6 +350,12 @@ class PrefillProtocol:
     def unproven_jobs(self) -> set[m.Attempt]:
         """The jobs that end with D's death or with this engine."""
         return {attempt for attempt, job in self._jobs.items() if job.state is JobState.UNPROVEN}
+
+    def remembered(self) -> set[m.Attempt]:
+        """Those of them that nothing is kept for but the answer to a D on another machine, which nobody knows at
+        present."""
+        return {attempt for attempt in self.unproven_jobs() if self._jobs[attempt].is_elsewhere
+                and self._peering.find(attempt.incarnation) is None}
 
     def unproven_reads(self) -> set[m.Attempt]:
         """The jobs whose reads may still land here. They end with D's death, this engine or its generation, and have no
@@ -476,7 +489,7 @@ class PrefillProtocol:
             return [ToDecode(sender, m.Stopped(cancel.attempt, cancel.claim))]
         if job.state is JobState.RUNNING:
             self.counters["cancelled"] += 1
-            return self._stop(job)
+            return self._stop(now, job)
         if job.state is JobState.UNPROVEN:  # what told D so may be lost
             return self._to_decode(job, m.GaveUp(job.attempt, job.claim, "a write of it failed"))
         if job.state is JobState.STOPPING:
@@ -523,16 +536,18 @@ class PrefillProtocol:
         fingerprint = self.member.fingerprint
         return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp, job.generation)
 
-    def _give_up(self, job: _OfferedJob) -> list[Action]:
+    def _give_up(self, now: float, job: _OfferedJob) -> list[Action]:
         """Have the engine stop this job, or forget one that the engine does not have."""
         if job.state is JobState.RUNNING:
-            return self._stop(job)
+            return self._stop(now, job)
         if job.state in (JobState.PEERING, JobState.CLAIMING):
             self._forget(job.attempt)
         return []
 
-    def _stop(self, job: _OfferedJob) -> list[Action]:
+    def _stop(self, now: float, job: _OfferedJob) -> list[Action]:
         job.state = JobState.STOPPING
+        if job.is_elsewhere:
+            job.stopping_at = now
         return [Cancelled(job.attempt)]
 
     def _drop_idle(self, now: float, incarnation: str) -> list[Action]:
@@ -541,7 +556,7 @@ class PrefillProtocol:
         actions = self._peering.drop_older(incarnation, lambda one: self._is_touched(incarnation, one))
         if incarnation in self.holds.readers() or incarnation in self.parted or self._is_read(incarnation) or any(
                 job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
-                for job in self._jobs.values()):
+                and not (job.state is JobState.UNPROVEN and job.is_elsewhere) for job in self._jobs.values()):
             return actions
         return actions + self._peering.drop_if_leaving(now, incarnation)
 
@@ -595,7 +610,7 @@ class PrefillProtocol:
             return self._to_decode(job, self._claim_of(job))
         if now >= job.lease_until:
             self.counters["lease_over"] += 1
-            return self._stop(job)
+            return self._stop(now, job)
         job.stamp += 1
         job.renewals.append(_OpenRenewal(job.stamp, now))
         job.next_renew = now + job.lease_s / 3

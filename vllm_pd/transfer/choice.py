@@ -40,9 +40,9 @@ class TransportChoice(msgspec.Struct, frozen=True, array_like=True):
         if self.kind is TransportKind.TORCH:
             from vllm_pd.transfer.torch.transport import TorchTransport
             return TorchTransport(name, caches, description, self.host, receives)
-        from vllm_pd.transfer.nixl.transport import NixlTransport
+        from vllm_pd.transfer.nixl.generations import NixlGenerations
         # Its thread lets a peer's write end while this engine computes; the one who writes is better off without.
-        transport = NixlTransport(name, caches, description, progress_thread=receives, host=self.host)
+        transport = NixlGenerations(name, caches, description, progress_thread=receives, host=self.host)
         kept.keep(name, caches)
         return transport
 

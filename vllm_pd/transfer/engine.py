@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 
-from vllm_pd.transfer.ranks.gather import GatheredTransfer, RankTransfers
+from vllm_pd.transfer.ranks.gather import GatheredRenewals, GatheredTransfer, RankTransfers
 from vllm_pd.transfer.requests import Finished, Look, TransferProgress, TransferRequest
 from vllm_pd.transfer.thread import TransferThread, no_context
 from vllm_pd.transfer.worker import TransferWorker
@@ -25,6 +25,7 @@ class EngineTransfer:
         self._gathered = gathered
         self._thread = TransferThread(gathered or own, self, enter, at_once)
         self._untaken: collections.deque[TransferProgress] = collections.deque()
+        self._renewals = GatheredRenewals(1) if gathered is None else None
         self._wake: Callable[[], None] = no_context
         self._report_end: Callable[[Finished], None] = lambda end: None
 
@@ -44,12 +45,13 @@ class EngineTransfer:
 
     def take_progress(self) -> TransferProgress:
         """All progress since the last call."""
-        progress = TransferProgress([], [], [])
+        progress = TransferProgress([], [], [], [])
         while self._untaken:
             part = self._untaken.popleft()
             progress.finished.extend(part.finished)
             progress.notices.extend(part.notices)
             progress.refused.extend(part.refused)
+            progress.made.extend(part.made if self._renewals is None else self._renewals.add(0, part.made))
         return progress
 
     def synchronize(self) -> None:
@@ -73,7 +75,7 @@ class EngineTransfer:
 
     def deliver(self, progress: TransferProgress) -> bool:
         """Report the ends, keep the progress for the step loop, and wake it."""
-        if progress.finished or progress.notices or progress.refused:
+        if progress.finished or progress.notices or progress.refused or progress.made:
             for end in progress.finished:
                 self._report_end(end)
             self._untaken.append(progress)

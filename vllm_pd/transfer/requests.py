@@ -78,26 +78,24 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class MakeGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Make another transport over the same memory, under this name of the engine, and use it for all that is posted
+    from now on. Answered by a `GenerationMade`."""
     name: str
 
 
 class DestroyOlder(msgspec.Struct, frozen=True, tag=True):
+    """Destroy all transports but the newest. What is open in them ends first, with `may_land`. Its `Finished` comes
+    once nothing of them lands here, or is read here."""
     key: str
 
 
-class GenerationMade(msgspec.Struct, frozen=True):
-    name: str
-    metadata: bytes
-    error: str = ""
-
-
 TransferRequest = (AddTransferPeer | DropTransferPeer | Write | Read | CancelTransfer | OpenGrant | CloseGrant | Flush
-                   | Look)
+                   | Look | MakeGeneration | DestroyOlder)
 
 
 class Finished(msgspec.Struct, frozen=True):
     """The only end of a write or a read. No byte of it lands after this was reported, but see `Transport` for a
-    two-sided one. Also the answer to a `CloseGrant`.
+    two-sided one. Also the answer to a `CloseGrant` and a `DestroyOlder`.
 
     `may_land`: the exception. It failed, and nothing proves that all of it has stopped. Bytes of it may land later, in
     the peer's blocks or, of a read, in ours, until one of the two engines has ended.
@@ -120,6 +118,14 @@ class PeerRefusal(msgspec.Struct, frozen=True):
     """A peer that could not be added, and why."""
     peer: str
     reason: str
+
+
+class GenerationMade(msgspec.Struct, frozen=True):
+    """The answer to a `MakeGeneration`: how peers reach the new transport, or why there is none. Of a rank its own
+    metadata; of an engine those of all its ranks (`RanksMetadata`)."""
+    name: str
+    metadata: bytes = b""
+    error: str = ""
 
 
 class TransferProgress(msgspec.Struct):

@@ -111,6 +111,15 @@ class SlowTransport:
         progress = self.transport.poll()
         return msgspec.structs.replace(progress, finished=[self._timed(end) for end in finished + progress.finished])
 
+    def renew(self, name: str) -> bytes:
+        """See Transport. What waits goes through the new generation."""
+        return self.transport.renew(name)
+
+    def retire(self, key: str) -> None:
+        """See Transport."""
+        self._started_s[key] = self._clock()
+        self.transport.retire(key)
+
     def live_handles(self) -> int:
         """See Transport."""
         return len(self._waiting) + self.transport.live_handles()

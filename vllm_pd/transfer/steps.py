@@ -99,7 +99,7 @@ class StepOrderedTransfer:
         self._advance()
         progress = self._transfer.take_progress()
         failed, self._failed = self._failed, []
-        return TransferProgress(failed + progress.finished, progress.notices, progress.refused)
+        return TransferProgress(failed + progress.finished, progress.notices, progress.refused, progress.made)
 
     def synchronize(self) -> None:
         """Do nothing: each request waits for its own step."""

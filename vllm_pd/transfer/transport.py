@@ -22,7 +22,7 @@ import msgspec
 from vllm_pd.errors import TransferError
 from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.layout import CacheDescription
-from vllm_pd.transfer.requests import Finished, Notice
+from vllm_pd.transfer.requests import Finished, Notice, PeerRefusal
 
 MAX_RANKS = 64  # of one engine, over all pipeline stages
 
@@ -86,10 +86,12 @@ def rank_name(engine: str, rank: int) -> str:
 
 class TransportProgress(msgspec.Struct):
     """What has happened at a transport since the last poll. `unseen`: a notice was sent without data. Nobody can see
-    whether it has left, so poll on for a while."""
+    whether it has left, so poll on for a while. `refused`: peers that it had added, and a new generation of it could
+    not add."""
     finished: list[Finished]
     notices: list[Notice]
     unseen: bool = False
+    refused: list[PeerRefusal] = []
 
 
 class Transport(Protocol):
@@ -139,6 +141,15 @@ class Transport(Protocol):
 
     def poll(self) -> TransportProgress:
         """Make progress. Returns the ends and notices since the last poll. No peer can make it raise."""
+
+    def renew(self, name: str) -> bytes:
+        """Begin a new generation over the same memory, under this name, for all that is posted from now on. Returns its
+        metadata. Raises TransferError; then nothing has changed. A two-sided transport has one generation, and always
+        raises: its receiver needs no other."""
+
+    def retire(self, key: str) -> None:
+        """Destroy the older generations. `poll` reports the end, with this key; before it the ends of what was open in
+        them."""
 
     def live_handles(self) -> int:
         """How many transfers have not been released."""

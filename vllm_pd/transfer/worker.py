@@ -16,8 +16,11 @@ from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,
     CloseGrant,
+    DestroyOlder,
     DropTransferPeer,
     Finished,
+    GenerationMade,
+    MakeGeneration,
     OpenGrant,
     PeerRefusal,
     Read,
@@ -57,6 +60,7 @@ class TransferWorker:
         self._open: dict[str, float] = {}  # when it was opened; the youngest is the last one
         self._finished: list[Finished] = []
         self._refused: list[PeerRefusal] = []
+        self._made: list[GenerationMade] = []
 
     def execute(self, requests: list[TransferRequest]) -> None:
         """Run the requests in order. The device must have computed the blocks that they send: see `synchronize`."""
@@ -73,6 +77,11 @@ class TransferWorker:
                 self._add_peer(request)
             elif isinstance(request, DropTransferPeer):
                 self.transport.drop_peer(request.name)
+            elif isinstance(request, MakeGeneration):
+                self._made.append(self._renew(request.name))
+            elif isinstance(request, DestroyOlder):
+                self._open[request.key] = self._clock()
+                self.transport.retire(request.key)
             else:
                 raise TypeError(f"not a transfer request: {request!r}")
 
@@ -91,14 +100,15 @@ class TransferWorker:
             self._settle()
         finished, self._finished = self._finished + progress.finished, []
         refused, self._refused = self._refused, []
+        made, self._made = self._made, []
         for end in progress.finished:
             self._open.pop(end.key, None)
-        return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
+        return TransferProgress(finished, progress.notices, refused + progress.refused, made)
 
     @property
     def busy(self) -> bool:
         """Whether `take_progress` must be called again, even without another request."""
-        return bool(self._open or self._finished or self._refused) or self.settling
+        return bool(self._open or self._finished or self._refused or self._made) or self.settling
 
     @property
     def moving(self) -> bool:
@@ -161,6 +171,15 @@ class TransferWorker:
             self._refused.append(PeerRefusal(peer=request.name, reason=repr(error)))
         else:
             self._settle()
+
+    def _renew(self, name: str) -> GenerationMade:
+        try:
+            metadata = self.transport.renew(name)
+        except Exception as error:  # the engine tries again, and needs an answer for that
+            logger.exception("no new generation %s can be made", name)
+            return GenerationMade(name, error=str(error) or repr(error))
+        self._settle()
+        return GenerationMade(name, metadata)
 
     def _settle(self) -> None:
         self._unsettled_s, self._polled_at = SETTLE_S, self._clock()

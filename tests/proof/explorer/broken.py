@@ -86,8 +86,8 @@ class LeaseFromGrant(PrefillProtocol):
 class StopsTooSoon(PrefillProtocol):
     """P answers a cancel before its writes have ended."""
 
-    def _stop(self, job):
-        return super()._stop(job) + self._to_decode(job, m.Stopped(job.attempt, job.claim))
+    def _stop(self, now, job):
+        return super()._stop(now, job) + self._to_decode(job, m.Stopped(job.attempt, job.claim))
 
 
 class NoLease(PrefillProtocol):

@@ -242,21 +242,14 @@ class ReadingEngine(Agents):
         self.adrift = {attempt: read for attempt, read in self.adrift.items() if read.here >= self.newest}
         letters: list[Letter] = []
         for attempt in [one for one, read in self.open.items() if read.here < self.newest]:
-            letters += self._failed(attempt)
+            letters += self.land(attempt, "")
         return letters + super().destroy()
 
     def fail(self, attempt: m.Attempt) -> list[Letter]:
         """The read ends in an error, and nobody knows whether more of it lands. The two are parted."""
-        self.adrift[attempt] = self.open[attempt]
-        return self._failed(attempt)
-
-    def _failed(self, attempt: m.Attempt) -> list[Letter]:
-        """As the session does it."""
-        read = self.open.pop(attempt)
-        letters = self._do(self.side.reads.unproven(NOW, attempt, "failed"))
-        if attempt in self.side.reads.unproven_reads():
-            self.side.parted.add(read.hold.incarnation)
-        return letters + self._do([])
+        read = self.adrift[attempt] = self.open.pop(attempt)
+        self.side.parted.add(read.hold.incarnation)
+        return self._do(self.side.reads.unproven(NOW, attempt, "failed"))
 
     def drift(self, attempt: m.Attempt) -> list[Letter]:
         """It lands."""

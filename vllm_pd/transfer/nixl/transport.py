@@ -91,6 +91,7 @@ class _PostedTransfer(NamedTuple):
     bytes: int
     started_s: float
     waves: list[Callable[[], int]]  # each makes a further wave and returns its handle; the next one is last
+    is_read: bool
     given_up: str = ""  # why it was given up; "" if it was not
 
     @property
@@ -229,8 +230,9 @@ class NixlTransport:
         """See Transport."""
         return len(self._open)
 
-    def close(self, timeout_s: float = 1.0) -> bool:
+    def close(self, timeout_s: float = 1.0, reads_end: bool = False) -> bool:
         """Wait up to `timeout_s` for open transfers, then release everything. A second call changes nothing.
+        `reads_end`: the memory and the process stay; then no read goes on without this transport.
 
         Returns False if a transfer was still open, or has failed and its peer was not dropped since: its bytes may land
         as long as this process lives.
@@ -243,8 +245,8 @@ class NixlTransport:
                 self._settle(key, agent.check)
             time.sleep(0.001)
         ended = not self._open and not self._uncertain
-        for key in list(self._open):
-            self._end(key, "closed", may_land=True)
+        for key, transfer in list(self._open.items()):
+            self._end(key, "closed", may_land=not (reads_end and transfer.is_read))
         for name in list(self._peers):
             self._remove(name)
         for prepared in self._local_lists.values():
@@ -294,7 +296,7 @@ class NixlTransport:
             sent = b"" if waves and notice is not None else notice  # the last wave comes first here
             waves.append(functools.partial(self._make, peer, local[part], remote[part], sent))
         nbytes = len(local) * sum(lane.bytes for lane in target.lanes)
-        self._open[key] = _PostedTransfer(waves.pop()(), peer, nbytes, started_s, waves)
+        self._open[key] = _PostedTransfer(waves.pop()(), peer, nbytes, started_s, waves, notice is None)
         self._settle(key, self._live_agent().post)
 
     def _make(self, peer: str, local: list[int], remote: list[int], notice: bytes | None) -> int:

@@ -31,6 +31,7 @@ from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.ranks.packets import PacketSocket
 from vllm_pd.transfer.requests import (
     Finished,
+    GenerationMade,
     Look,
     Notice,
     PeerRefusal,
@@ -39,6 +40,7 @@ from vllm_pd.transfer.requests import (
     TransferRequest,
     Write,
 )
+from vllm_pd.transfer.transport import RanksMetadata
 from vllm_pd.transfer.worker import TransferWorker
 
 logger = logging.getLogger("vllm.pd")
@@ -54,6 +56,7 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     finished: list[Finished] = []
     refused: list[PeerRefusal] = []
     notices: list[Notice] = []
+    made: list[GenerationMade] = []
 
 
 class RankListener:
@@ -145,6 +148,33 @@ class GatheredEnds:
         return finished
 
 
+class GatheredRenewals:
+    """The generations that some of an engine's `ranks` ranks have made, but not all."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._made: dict[str, dict[int, GenerationMade]] = {}  # by name, by rank
+
+    def add(self, rank: int, made: list[GenerationMade]) -> list[GenerationMade]:
+        """Add what that rank has made, or could not. Returns the engine's generations of which all ranks have said so:
+        with the metadata of all, or with what the first says that has none."""
+        gathered = []
+        for one in made:
+            known = self._made.setdefault(one.name, {})
+            known[rank] = one
+            if len(known) == self.ranks:
+                del self._made[one.name]
+                gathered.append(self._combined(one.name, known))
+        return gathered
+
+    @staticmethod
+    def _combined(name: str, known: dict[int, GenerationMade]) -> GenerationMade:
+        for rank, one in sorted(known.items()):
+            if one.error:
+                return GenerationMade(name, error=f"rank {rank}: {one.error}")
+        return GenerationMade(name, RanksMetadata([known[rank].metadata for rank in sorted(known)]).encode())
+
+
 class RankConnections:
     """The engine's ends of the connections to its ranks, by rank. This object owns them."""
 
@@ -233,6 +263,7 @@ class GatheredTransfer:
         self._own = own
         self._others = RankConnections(connections)
         self._ends = GatheredEnds(1 + len(connections))
+        self._renewals = GatheredRenewals(1 + len(connections))
 
     def execute(self, requests: list[TransferRequest]) -> None:
         """Run rank 0's part. The other ranks get the same requests with the step."""
@@ -247,10 +278,12 @@ class GatheredTransfer:
         progress = self._own.take_progress()
         finished = self._ends.add(0, progress.finished)
         refused = list(progress.refused)
+        made = self._renewals.add(0, progress.made)
         for rank, message in self._others.receive():
             finished += self._ends.add(rank, message.finished)
             refused += message.refused
-        return TransferProgress(finished=finished, notices=progress.notices, refused=refused)
+            made += self._renewals.add(rank, message.made)
+        return TransferProgress(finished, progress.notices, refused, made)
 
     def synchronize(self) -> None:
         """Wait for rank 0's device. The other ranks have got at least as far as the last collective."""
@@ -298,6 +331,7 @@ class RankTransfers:
     def __init__(self, connections: dict[int, PacketSocket]) -> None:
         self._ranks = RankConnections(connections)
         self._ends = GatheredEnds(len(connections))
+        self._renewals = GatheredRenewals(len(connections))
         self._open: set[str] = set()
         self._all_sent = True
         self._look: Look | None = None  # is sent when all before it is
@@ -324,11 +358,12 @@ class RankTransfers:
         """What the ranks have sent since the last call."""
         self._all_sent = self._ranks.flush()
         self._send_look()
-        progress = TransferProgress([], [], [])
+        progress = TransferProgress([], [], [], [])
         for rank, message in self._ranks.receive():
             progress.finished += self._ends.add(rank, message.finished)
             progress.refused += message.refused
             progress.notices += message.notices
+            progress.made += self._renewals.add(rank, message.made)
         self._open.difference_update(end.key for end in progress.finished)
         return progress
 
@@ -378,7 +413,8 @@ def encode_progress(progress: TransferProgress) -> list[bytes]:
     finished = [msgspec.structs.replace(end, error=end.error[:500]) for end in progress.finished]
     refused = [msgspec.structs.replace(refusal, reason=refusal.reason[:500]) for refusal in progress.refused]
     notices = [notice for notice in progress.notices if len(notice.payload) <= MAX_NOTICE_BYTES]
-    most = max(len(finished), len(refused), len(notices))
+    made = [msgspec.structs.replace(one, error=one.error[:500]) for one in progress.made]
+    most = max(len(finished), len(refused), len(notices), len(made))
     parts = (slice(first, first + ENTRIES_PER_MESSAGE) for first in range(0, most, ENTRIES_PER_MESSAGE))
-    return [msgspec.msgpack.encode(RankProgress(finished[part], refused[part], notices[part]))
+    return [msgspec.msgpack.encode(RankProgress(finished[part], refused[part], notices[part], made[part]))
             for part in parts]

@@ -191,6 +191,14 @@ class TorchTransport:
             notices.append(self._notices.popleft())
         return TransportProgress(finished=finished, notices=notices)
 
+    def renew(self, name: str) -> bytes:
+        """See Transport. Always raises."""
+        raise TransferError("the transport torch has one generation: its receiver closes grants by itself")
+
+    def retire(self, key: str) -> None:
+        """See Transport. There are no older ones."""
+        self._finished.append(Finished(key, ok=True))
+
     def live_handles(self) -> int:
         """See Transport."""
         return len(self._open)

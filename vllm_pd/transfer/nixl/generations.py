@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generations of one rank's NIXL transport (`vllm_pd.protocol.generations`): several over the same memory.
+
+All that begins goes through the newest. The older ones are polled until they are destroyed. A transport is destroyed
+with its agent: UCX's worker and its connections end, and with them what comes in and goes out through them. That does
+not wait for the other end: with writes and reads under way, on a wire that is cut or to a process that is stopped, it
+took 10 to 60 ms (UCX over TCP).
+
+A read that is under way then is over: it is this process that would go on copying, and it does not. Of a write nobody
+knows here what of it the peer still gets.
+"""
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_pd.errors import PDError, TransferError
+from vllm_pd.transfer.layout import CacheDescription, Memory
+from vllm_pd.transfer.nixl.transport import NixlTransport
+from vllm_pd.transfer.requests import Finished, PeerRefusal
+from vllm_pd.transfer.transport import TransportProgress
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.pd")
+
+MAX_GENERATIONS = 4  # at a time; the protocol asks for two
+
+
+class _Added(NamedTuple):
+    """How a peer was added."""
+    metadata: bytes
+    heads: range | None
+
+
+class NixlGenerations:
+    """A `Transport`. `name` is that of the first generation. For the parameters see NixlTransport."""
+
+    def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription,
+                 progress_thread: bool = True, host: str = "127.0.0.1") -> None:
+        self._make = functools.partial(NixlTransport, caches=caches, description=description,
+                                       progress_thread=progress_thread, host=host)
+        self._cache = description
+        self._newest = self._make(name)
+        self._older: list[NixlTransport] = []
+        self._added: dict[str, _Added] = {}
+        self._progress = TransportProgress([], [], refused=[])
+
+    @property
+    def needs_polls(self) -> bool:
+        """See Transport."""
+        return self._newest.needs_polls
+
+    def metadata(self) -> bytes:
+        """See Transport. That of the newest generation."""
+        return self._newest.metadata()
+
+    def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
+        """See Transport."""
+        self._newest.add_peer(name, metadata, heads)
+        self._added.setdefault(name, _Added(metadata, heads))
+
+    def drop_peer(self, name: str) -> None:
+        """See Transport."""
+        self._added.pop(name, None)
+        for transport in self._all():
+            transport.drop_peer(name)
+
+    def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int], notice: bytes,
+              grant: str = "") -> None:
+        """See Transport."""
+        self._check(key)
+        self._newest.write(key, peer, local_block_ids, remote_block_ids, notice, grant)
+
+    def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
+        """See Transport."""
+        self._check(key)
+        self._newest.read(key, peer, local_block_ids, remote_block_ids)
+
+    def open_grant(self, name: str, block_ids: list[int]) -> None:
+        """See Transport. Does nothing."""
+
+    def close_grant(self, name: str) -> bool:
+        """See Transport. Always False."""
+        return False
+
+    def cancel(self, key: str) -> None:
+        """See Transport."""
+        for transport in self._all():
+            transport.cancel(key)
+
+    def is_open(self, key: str) -> bool:
+        """See Transport."""
+        return any(transport.is_open(key) for transport in self._all())
+
+    def poll(self) -> TransportProgress:
+        """See Transport."""
+        for transport in self._all():
+            self._take(transport)
+        progress, self._progress = self._progress, TransportProgress([], [], refused=[])
+        return progress
+
+    def renew(self, name: str) -> bytes:
+        """See Transport. A peer that can't be added any more is left out: it may be dead."""
+        if len(self._older) + 1 >= MAX_GENERATIONS:
+            raise TransferError(f"{len(self._older)} older generations have not been destroyed")
+        made = self._make(name)
+        for peer, (metadata, heads) in list(self._added.items()):
+            try:
+                made.add_peer(peer, metadata, heads)
+            except PDError as error:
+                logger.warning("peer %s can't be reached by new transfer agents: %s", peer, error)
+                del self._added[peer]
+                self._progress.refused.append(PeerRefusal(peer, str(error)))
+        self._older.append(self._newest)
+        self._newest = made
+        return made.metadata()
+
+    def retire(self, key: str) -> None:
+        """See Transport."""
+        older, self._older = self._older, []
+        for transport in older:
+            self._take(transport)
+            transport.close(timeout_s=0.0, reads_end=True)
+            self._take(transport)
+        if older and self._cache.memory is Memory.VRAM:
+            import torch
+            torch.cuda.synchronize()  # copies of reads by CUDA IPC that UCX had given to the device
+        self._progress.finished.append(Finished(key, ok=True))
+
+    def live_handles(self) -> int:
+        """See Transport."""
+        return sum(transport.live_handles() for transport in self._all())
+
+    def close(self) -> bool:
+        """See Transport."""
+        return all([transport.close() for transport in self._all()])
+
+    def _all(self) -> list[NixlTransport]:
+        return [*self._older, self._newest]
+
+    def _check(self, key: str) -> None:
+        if any(transport.is_open(key) for transport in self._older):
+            raise TransferError(f"transfer {key} is already open")
+
+    def _take(self, transport: NixlTransport) -> None:
+        """Poll it, and keep what has happened for `poll`."""
+        progress = transport.poll()
+        self._progress.finished += progress.finished
+        self._progress.notices += progress.notices
+        self._progress.unseen |= progress.unseen
