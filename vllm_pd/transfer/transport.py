@@ -22,7 +22,7 @@ import msgspec
 from vllm_pd.errors import TransferError
 from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.layout import CacheDescription
-from vllm_pd.transfer.requests import Finished, Notice, PeerRefusal
+from vllm_pd.transfer.requests import Finished, Notice
 
 MAX_RANKS = 64  # of one engine, over all pipeline stages
 
@@ -86,12 +86,10 @@ def rank_name(engine: str, rank: int) -> str:
 
 class TransportProgress(msgspec.Struct):
     """What has happened at a transport since the last poll. `unseen`: a notice was sent without data. Nobody can see
-    whether it has left, so poll on for a while. `refused`: peers that it had added, and a new generation of it could
-    not add."""
+    whether it has left, so poll on for a while."""
     finished: list[Finished]
     notices: list[Notice]
     unseen: bool = False
-    refused: list[PeerRefusal] = []
 
 
 class Transport(Protocol):

@@ -103,7 +103,7 @@ class TransferWorker:
         made, self._made = self._made, []
         for end in progress.finished:
             self._open.pop(end.key, None)
-        return TransferProgress(finished, progress.notices, refused + progress.refused, made)
+        return TransferProgress(finished, progress.notices, refused, made)
 
     @property
     def busy(self) -> bool:

@@ -8,23 +8,23 @@ took 10 to 60 ms (UCX over TCP).
 
 A read that is under way then is over: it is this process that would go on copying, and it does not. Of a write nobody
 knows here what of it the peer still gets.
+
+A new generation meets each peer with the first transfer there. To add one connects to it, and UCX waits for that: for a
+host that is gone as long as the kernel tries, two minutes.
 """
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_pd.errors import PDError, TransferError
+from vllm_pd.errors import TransferError
 from vllm_pd.transfer.layout import CacheDescription, Memory
 from vllm_pd.transfer.nixl.transport import NixlTransport
-from vllm_pd.transfer.requests import Finished, PeerRefusal
+from vllm_pd.transfer.requests import Finished
 from vllm_pd.transfer.transport import TransportProgress
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger("vllm.pd")
 
 MAX_GENERATIONS = 4  # at a time; the protocol asks for two
 
@@ -46,7 +46,7 @@ class NixlGenerations:
         self._newest = self._make(name)
         self._older: list[NixlTransport] = []
         self._added: dict[str, _Added] = {}
-        self._progress = TransportProgress([], [], refused=[])
+        self._progress = TransportProgress([], [])
 
     @property
     def needs_polls(self) -> bool:
@@ -71,12 +71,12 @@ class NixlGenerations:
     def write(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int], notice: bytes,
               grant: str = "") -> None:
         """See Transport."""
-        self._check(key)
+        self._meet(key, peer)
         self._newest.write(key, peer, local_block_ids, remote_block_ids, notice, grant)
 
     def read(self, key: str, peer: str, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
         """See Transport."""
-        self._check(key)
+        self._meet(key, peer)
         self._newest.read(key, peer, local_block_ids, remote_block_ids)
 
     def open_grant(self, name: str, block_ids: list[int]) -> None:
@@ -99,21 +99,14 @@ class NixlGenerations:
         """See Transport."""
         for transport in self._all():
             self._take(transport)
-        progress, self._progress = self._progress, TransportProgress([], [], refused=[])
+        progress, self._progress = self._progress, TransportProgress([], [])
         return progress
 
     def renew(self, name: str) -> bytes:
-        """See Transport. A peer that can't be added any more is left out: it may be dead."""
+        """See Transport."""
         if len(self._older) + 1 >= MAX_GENERATIONS:
             raise TransferError(f"{len(self._older)} older generations have not been destroyed")
         made = self._make(name)
-        for peer, (metadata, heads) in list(self._added.items()):
-            try:
-                made.add_peer(peer, metadata, heads)
-            except PDError as error:
-                logger.warning("peer %s can't be reached by new transfer agents: %s", peer, error)
-                del self._added[peer]
-                self._progress.refused.append(PeerRefusal(peer, str(error)))
         self._older.append(self._newest)
         self._newest = made
         return made.metadata()
@@ -141,9 +134,12 @@ class NixlGenerations:
     def _all(self) -> list[NixlTransport]:
         return [*self._older, self._newest]
 
-    def _check(self, key: str) -> None:
+    def _meet(self, key: str, peer: str) -> None:
+        """A transfer with this key begins. Raises TransferError or PeerMismatch."""
         if any(transport.is_open(key) for transport in self._older):
             raise TransferError(f"transfer {key} is already open")
+        if peer in self._added:
+            self._newest.add_peer(peer, *self._added[peer])
 
     def _take(self, transport: NixlTransport) -> None:
         """Poll it, and keep what has happened for `poll`."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm_pd.errors import TransferError, UnmappableSplit
 from vllm_pd.transfer.ranks.split import RankShare, shares_sent, sources_of, stage_ranks
-from vllm_pd.transfer.requests import Finished, PeerRefusal
+from vllm_pd.transfer.requests import Finished
 from vllm_pd.transfer.transport import PeerMetadata, RanksMetadata, Transport, TransportProgress, rank_name
 
 
@@ -176,7 +176,7 @@ class RankedTransport:
                 split.errors.append(end.error)
             self._go_on(key)
         finished, self._finished = self._finished, []
-        return TransportProgress(finished, progress.notices, progress.unseen, self._left_out(progress.refused))
+        return TransportProgress(finished=finished, notices=progress.notices, unseen=progress.unseen)
 
     def renew(self, name: str) -> bytes:
         """See Transport. `name` is the engine's."""
@@ -185,14 +185,6 @@ class RankedTransport:
     def retire(self, key: str) -> None:
         """See Transport."""
         self.transport.retire(key)
-
-    def _left_out(self, refused: list[PeerRefusal]) -> list[PeerRefusal]:
-        """The peers whose ranks are these. They are forgotten, so that they can be added again."""
-        found = [PeerRefusal(name, refusal.reason) for name, engine in self._engines.items() for refusal in refused
-                 if refusal.peer in engine.known]
-        for refusal in found:
-            self.drop_peer(refusal.peer)
-        return found
 
     def live_handles(self) -> int:
         """See Transport."""
