@@ -22,7 +22,17 @@ from vllm_pd.protocol.actions import (
     ToDecode,
     ToPrefill,
 )
-from vllm_pd.protocol.generations import DOUBT_S, LOOK_S, MAX_PAUSE_S, NEVER, PAUSE_S, Generations, Phase, is_elsewhere
+from vllm_pd.protocol.generations import (
+    CALM_S,
+    DOUBT_S,
+    LOOK_S,
+    MAX_PAUSE_S,
+    NEVER,
+    PAUSE_S,
+    Generations,
+    Phase,
+    is_elsewhere,
+)
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.names import generation_name, incarnation_of
 from vllm_pd.settings.engine import PDConfig
@@ -118,6 +128,23 @@ def test_b105_a_rank_that_can_make_no_agent_is_asked_again_after_growing_pauses(
     ours.handle_timeout(now, [half])
     ours.renewed(now, b"1", [half])
     assert ours.problem == "" and half.calls == ["renewed"]
+
+
+def test_b105_doubt_after_doubt_makes_new_agents_ever_more_rarely_until_it_is_calm(ours, half):
+    half.doubt, now, made = 0.0, 100.0, []
+    while now < 400.0:
+        if ours.handle_timeout(now, [half]):
+            made.append(now)
+            ours.renewed(now, b"", [half])
+            ours.retired(now, True, [half])
+        now += 0.5
+    pauses = [later - one for one, later in zip(made, made[1:], strict=False)]
+    assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, MAX_PAUSE_S]
+    half.doubt = now + CALM_S
+    assert ours.handle_timeout(now + CALM_S, [half])
+    ours.renewed(now + CALM_S, b"", [half])
+    ours.retired(now + CALM_S, True, [half])
+    assert ours.next_timeout([half]) == now + CALM_S + PAUSE_S
 
 
 def test_b105_a_rank_that_can_t_destroy_its_agents_is_asked_again_and_nothing_counts_as_ended(ours, half):

@@ -25,8 +25,11 @@ from vllm_pd.protocol.actions import Action, RenewTransport, RetireTransport
 from vllm_pd.protocol.names import generation_name
 
 NEVER = float("inf")
-PAUSE_S = 1.0  # between two renewals, and after one that failed; doubled with each further failure
+# Between two renewals, and after one that failed; doubled with each further one that comes before CALM_S have passed: a
+# peer or a network that gives doubt after doubt is not to keep this engine busy.
+PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
+CALM_S = 60.0
 LOOK_S = 0.5
 DOUBT_S = 5.0  # for how long a peer may leave a request to stop unanswered, and a read of ours may go on that is to end
 
@@ -83,7 +86,7 @@ class Generations:
         self.phase = Phase.STEADY
         self.parted: set[str] = set()
         self.problem = ""
-        self._not_before = 0.0  # a renewal, or another try
+        self._not_before = self._last_at = 0.0  # a renewal, or another try; the last renewal
         self._closes_at = self._next_look = 0.0
         self._pause_s = PAUSE_S
 
@@ -98,7 +101,7 @@ class Generations:
         """All ranks have the agent of the next generation, and `metadata` says how to reach it."""
         if self.phase is not Phase.RENEWING:
             return []
-        self.phase, self.problem, self._pause_s = Phase.CLOSING, "", PAUSE_S
+        self.phase, self.problem = Phase.CLOSING, ""
         self._closes_at, self._next_look = now + self.lease_s, now
         self.current += 1
         self.metadata = metadata
@@ -109,8 +112,7 @@ class Generations:
         """A rank can't make another agent. It is tried again."""
         if self.phase is Phase.RENEWING:
             self.phase, self.problem = Phase.STEADY, problem
-            self._not_before = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+            self._pause(now)
 
     def retired(self, now: float, is_done: bool, halves: Sequence[Half]) -> list[Action]:
         """The ranks have destroyed all agents but the newest; or, not `is_done`, one could not: it is tried again."""
@@ -120,16 +122,23 @@ class Generations:
             self.phase = Phase.CLOSING
             self._closes_at = self._not_before = self._next_look = now + PAUSE_S
             return []
-        self.phase, self._not_before = Phase.STEADY, now + PAUSE_S
+        self.phase = Phase.STEADY
+        self._pause(now)
         self.oldest = self.current
         return [action for half in halves for action in half.retired(now)]
+
+    def _pause(self, now: float) -> None:
+        self._not_before = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     # Time.
 
     def handle_timeout(self, now: float, halves: Sequence[Half]) -> list[Action]:
         """Do what is due."""
         if self.phase is Phase.STEADY and now >= max(self._not_before, _earliest(halves)):
-            self.phase = Phase.RENEWING
+            if now >= self._last_at + CALM_S:
+                self._pause_s = PAUSE_S
+            self.phase, self._last_at = Phase.RENEWING, now
             return [RenewTransport(generation_name(self.incarnation, self.current + 1))]
         if self.phase is not Phase.CLOSING or now < self._not_before:
             return []
