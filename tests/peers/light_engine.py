@@ -71,7 +71,8 @@ class LightEngine:
                          platform="cpu", backend="IPEX")
         member = local_member(m.Role(role), msgspec.structs.replace(FINGERPRINT, head_size=head_size))
         if elsewhere:  # as if in another container: nobody can judge it by process id, nor it anybody
-            member = msgspec.structs.replace(member, host_id=f"elsewhere/{member.incarnation}")
+            boot = member.host_id.partition("/")[0]
+            member = msgspec.structs.replace(member, host_id=f"{boot}/{member.incarnation}")
         config = PDConfig.parse(role, {**PATIENT, **settings})
         self.worker = TransferWorker(NixlGenerations(member.incarnation, self.memory, cache, progress_thread,
                                                      config.transport_choice.host))
