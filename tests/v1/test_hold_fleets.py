@@ -171,16 +171,16 @@ class FreesByTime(Holds):
 class SaysDoneEarly(HoldReads):
     """P gets its message when the attempt ends, not its read."""
 
-    def _end(self, read, outcome, reason, detail=""):
+    def _end(self, now, read, outcome, reason, detail=""):
         early = self._done(read.peer, read.attempt, read.hold) if read.state is ReadState.READING else []
-        return super()._end(read, outcome, reason, detail) + early
+        return super()._end(now, read, outcome, reason, detail) + early
 
 
 class BrokenHolder(PrefillProtocol):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.holds = FreesByTime(self.holds.limits, self.dropped)
+        self.holds = FreesByTime(self.holds.limits, self.dropped, self.generations)
 
 
 class BrokenReader(DecodeProtocol):
@@ -189,7 +189,7 @@ class BrokenReader(DecodeProtocol):
         super().__init__(*arguments)
         reads = self.reads
         self.reads = SaysDoneEarly(reads.member, reads.claim_wait_s, reads.claim_retry_s, reads.lease_s, self.counters,
-                                   self.dropped)
+                                   self.dropped, self.generations)
 
 
 @pytest.mark.parametrize("variant", [{"prefill_type": BrokenHolder}, {"decode_type": BrokenReader}],
