@@ -226,7 +226,7 @@ def test_b20_ends_of_requests_with_long_ids_arrive(engine):
 
 
 def test_b29_noise_on_the_line_is_dropped(engine, caplog):
-    for packet in (LAST + b"\xc1", LAST + b"noise", LAST + b"\x94\x90\x90\x90\x90", b"noise"):
+    for packet in (LAST + b"\xc1", LAST + b"noise", LAST + b"\x95\x90\x90\x90\x90\x90", b"noise"):
         engine.wires[0].send(packet)
         engine.until(lambda p: "can't be read" in caplog.text)
         caplog.clear()

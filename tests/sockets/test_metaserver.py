@@ -38,6 +38,7 @@ from vllm_pd.protocol.actions import (
     Prefill,
     Prefilled,
     Released,
+    RenewTransport,
     StopPost,
 )
 from vllm_pd.protocol.metaserver import post_params, posted_name
@@ -239,6 +240,7 @@ def test_b100_b27_a_job_whose_write_may_land_is_over_for_its_client(fleet):
     [(status, said)] = fleet.proxy.answers
     assert status == 409 and "the transfer failed" in said["message"]
     assert first.protocol.operators.open_attempts() == decode.protocol.operators.open_attempts() == [attempt]
+    first.expect(RenewTransport)  # which its engine would pass on
     first.protocol.operators.drain()
     first.protocol.set_load(m.Load())
     wait_for(lambda: first.protocol.state.left)
