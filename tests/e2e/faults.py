@@ -91,6 +91,6 @@ class FaultyAgent:
 
 def install(disagg: Any) -> FaultyAgent:
     """Between the transport of this engine and its agent."""
-    transport = disagg.transfer.own.transport.transport  # the worker's, the rank's, NIXL's
+    transport = disagg.transfer.own.transport.transport.newest  # the worker's, the rank's, NIXL's
     transport._agent = FaultyAgent(transport._agent)
     return transport._agent

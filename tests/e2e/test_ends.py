@@ -20,7 +20,7 @@ ranked.transport = SlowTransport(ranked.transport, EmulatedWire(delay_s={WIRE_S}
 """
 FAIL_NEXT = """
 from faults import Fault, FaultyAgent
-nixl = ranked.transport.transport
+nixl = ranked.transport.transport.newest
 nixl._agent = FaultyAgent(nixl._agent)
 nixl._agent.faults.append(Fault.ERROR)
 """

@@ -131,7 +131,7 @@ def test_b27_a_read_that_fails_is_made_up_for(pair, mono, always):
     tokens = known_to_d(pair, 6, "fails") + prompt(30, "fails")
     before = pair.p.counters()
     pair.p.execute("from vllm_pd.errors import TransferError\n"
-                   "agent = disagg.transfer.own.transport.transport._agent\n"
+                   "agent = disagg.transfer.own.transport.transport.newest._agent\n"
                    "agent_make = agent.make_read\n"
                    "def make_read(*lists):\n    agent.make_read = agent_make\n"
                    "    raise TransferError('injected')\n"

@@ -191,7 +191,7 @@ def test_b29_notices_that_are_none(pair, mono):
                msgspec.msgpack.encode([parked, -1]), msgspec.msgpack.encode([parked, 2**40]),
                msgspec.msgpack.encode([parked]), msgspec.msgpack.encode({"attempt": parked, "rank": 0})]
     for notice in notices:
-        pair.p.execute(f"send = disagg.transfer.own.transport.transport._agent.send_notice\n"
+        pair.p.execute(f"send = disagg.transfer.own.transport.transport.newest._agent.send_notice\n"
                        f"send({parked[0] + '/0'!r}, bytes.fromhex({notice.hex()!r}))")
     kinds = ("frames_dropped_total:notice_malformed", "agent:decode_notice_unknown")
     known = sum(before[kind] for kind in kinds)

@@ -7,7 +7,7 @@ bytes. One seeded generator and a clock that is passed in decide everything.
 Life of a write: it lands at a random moment within `Faults.delay_s`, and its notice arrives at that moment or later.
 The fabric carries out what is due whenever a transport polls. A read has the same life, without a notice. The transfers
 of a stopped peer wait and land after it continues. Those of a killed peer never land, and those to it end with `ok`
-false.
+false. So it is with those of, and to, a generation of a transport that is retired.
 """
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class _Landing(NamedTuple):
 
 
 class _Open(NamedTuple):
-    """A transfer that has not ended."""
+    """A transfer that has not ended. `name` is that of our generation."""
+    name: str
     peer: str
     reads: bool
     bytes: int
@@ -140,6 +141,7 @@ class FakeTransport:
 
     def __init__(self, fabric: FakeFabric, name: str, caches: list, description: CacheDescription) -> None:
         self.name = name
+        self._older: list[str] = []  # the names of the generations before
         self._fabric = fabric
         self._caches = caches
         self._cache = description
@@ -187,7 +189,8 @@ class FakeTransport:
             local, remote = pair_blocks(local_block_ids, remote_block_ids, self._cache, theirs)
         except ValueError as error:
             raise TransferError(f"transfer {key}: {error}") from error
-        self._open[key] = _Open(peer, notice is None, len(local) * sum(lane.bytes for lane in lanes), theirs, lanes)
+        self._open[key] = _Open(self.name, peer, notice is None, len(local) * sum(lane.bytes for lane in lanes),
+                                theirs, lanes)
         self._fabric.post(self.name, key, peer, local, remote, notice)
 
     def open_grant(self, name: str, block_ids: list[int]) -> None:
@@ -210,15 +213,28 @@ class FakeTransport:
         """See Transport."""
         self._fabric.advance()
         finished, self._finished = self._finished, []
-        return TransportProgress(finished=finished, notices=self._fabric.take_notices(self.name))
+        notices = [notice for name in (*self._older, self.name) for notice in self._fabric.take_notices(name)]
+        return TransportProgress(finished=finished, notices=notices)
 
     def renew(self, name: str) -> bytes:
-        """See Transport. It has one generation."""
-        raise TransferError(f"no generation {name}: this transport has one")
+        """See Transport."""
+        older, self.name = self.name, name
+        try:
+            self._fabric.join(self)
+        except TransferError:
+            self.name = older
+            raise
+        self._older.append(older)
+        return self.metadata()
 
     def retire(self, key: str) -> None:
         """See Transport."""
-        self._finished.append(Finished(key, ok=True))
+        for name in self._older:
+            self._fabric.kill(name)
+        for open_key, transfer in [item for item in self._open.items() if item[1].name in self._older]:
+            self.end(open_key, 0.0, "destroyed", may_land=not transfer.reads)
+        self._older.clear()
+        self._finished.append(Finished(key=key, ok=True))
 
     def live_handles(self) -> int:
         """See Transport."""
@@ -226,7 +242,8 @@ class FakeTransport:
 
     def close(self) -> bool:
         """See Transport."""
-        self._fabric.kill(self.name)
+        for name in (*self._older, self.name):
+            self._fabric.kill(name)
         for key in list(self._open):
             self.end(key, 0.0, "closed")
         self._peers.clear()
@@ -241,9 +258,10 @@ class FakeTransport:
                 here = lane.local + our_block * ours.block_stride_bytes
                 ctypes.memmove(*((here, there) if transfer.reads else (there, here)), lane.bytes)
 
-    def end(self, key: str, seconds: float, error: str) -> None:
+    def end(self, key: str, seconds: float, error: str, may_land: bool = False) -> None:
         """Called by the fabric: a transfer has ended."""
         write = self._open.pop(key)
         error = self._given_up.pop(key, "") or error
         self._finished.append(
-            Finished(key=key, ok=not error, bytes=0 if error else write.bytes, seconds=seconds, error=error))
+            Finished(key=key, ok=not error, bytes=0 if error else write.bytes, seconds=seconds, error=error,
+                     may_land=may_land))

@@ -55,8 +55,7 @@ from vllm_pd.rpc.sockets import SendResult
 from vllm_pd.rpc.watched import WatchedConnection
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.engine import EngineTransfer
-from vllm_pd.transfer.nixl import kept
-from vllm_pd.transfer.nixl import transport as nixl
+from vllm_pd.transfer.nixl import generations, kept
 from vllm_pd.transfer.requests import TransferProgress
 from vllm_pd.transfer.transport import rank_name
 
@@ -1092,7 +1091,7 @@ def test_b22_b102_what_a_d_may_read_outlives_the_engine(pair, monkeypatch, how):
         p.agent.thread.sockets.waker.set()
         wait_for(lambda: not p.agent.thread.is_alive(), "the thread has not ended")
         assert take_events(p) == [], "P's engine goes on, and holds what is claimed"
-    monkeypatch.setattr(nixl, "NixlTransport", lambda name, caches, description, progress_thread, host: None)
+    monkeypatch.setattr(generations, "NixlGenerations", lambda name, caches, description, progress_thread, host: None)
     cache = CacheTensor()
     TransportChoice().make(rank_name(p.agent.member.incarnation, 0), [cache], None, True)
     freed = weakref.ref(cache)

@@ -6,6 +6,7 @@ It is forked from a process that has imported torch, which takes longer than mos
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -13,7 +14,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from vllm_pd.transfer.layout import describe
-from vllm_pd.transfer.nixl.transport import NixlTransport
+from vllm_pd.transfer.nixl.generations import NixlGenerations
 from vllm_pd.transfer.torch.link import LinkLimits
 from vllm_pd.transfer.torch.transport import TorchTransport
 from vllm_pd.transfer.worker import TransferWorker
@@ -45,7 +46,7 @@ class Rank:
         self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=len(heads),
                               head_size=HEAD_SIZE, platform="cpu", backend=backend, first_head=heads.start)
         if transport == "nixl":
-            self.transport = NixlTransport(name, caches, self.cache, progress_thread)
+            self.transport = NixlGenerations(name, caches, self.cache, progress_thread)
         else:
             self.transport = TorchTransport(name, caches, self.cache, "127.0.0.1",
                                             limits=LinkLimits(stall_s=stall_s, grant_s=0.2))
@@ -58,7 +59,8 @@ class Rank:
 
 
 def serve(pipe: Connection, name: str, options: dict) -> None:
-    """Answer commands until the pipe closes or says so."""
+    """Answer commands until the pipe closes or says so. `environ` of the options are variables for UCX."""
+    os.environ.update(options.pop("environ", {}))
     rank = Rank(name, **options)
     pipe.send(rank.transport.metadata())
     while True:
@@ -74,6 +76,15 @@ def serve(pipe: Connection, name: str, options: dict) -> None:
             pipe.send(rank.transport.close_grant(*arguments))
         elif command == "write":
             _write(rank, pipe, *arguments)
+        elif command == "renew":
+            pipe.send(rank.transport.renew(*arguments))
+        elif command == "retire":
+            rank.transport.retire(*arguments)
+            pipe.send(rank.transport.poll().finished)
+        elif command == "fill":
+            for layer in rank.memory:
+                layer.fill_(*arguments)
+            pipe.send(None)
         elif command == "verify":
             pipe.send(_verify(rank, *arguments))
         elif command == "quit":

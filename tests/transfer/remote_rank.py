@@ -18,7 +18,7 @@ import torch
 from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.layout import describe_views
-from vllm_pd.transfer.nixl.transport import NixlTransport
+from vllm_pd.transfer.nixl.generations import NixlGenerations
 from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.ranks.gather import RankTransfers
 from vllm_pd.transfer.ranks.process import AttachRank, RankServer, connect_ranks
@@ -73,7 +73,7 @@ def serve(pipe: Connection, rank: int, tp: int, filled: bool, order: str, blocks
     steps = ComputedSteps(HostDevice())
 
     def make(attach: AttachRank) -> tuple[StepOrderedTransfer, bytes]:
-        transport = NixlTransport(rank_name(attach.incarnation, rank), views, description, attach.receives)
+        transport = NixlGenerations(rank_name(attach.incarnation, rank), views, description, attach.receives)
         ranked = RankedTransport(transport, rank, tp, of.count)
         return StepOrderedTransfer(TransferWorker(ranked, rank=rank), steps), transport.metadata()
 
@@ -132,7 +132,7 @@ class RemoteEngine:
             AttachRank(self.name, receives=receives or not filled))
         self.metadata = RanksMetadata(metadata).encode()
         self.ends: list[str] = []
-        self.progress = TransferProgress([], [], [])
+        self.progress = TransferProgress([], [], [], [])
         self.transfer = RemoteEngineTransfer(RankTransfers(self.connections))
         self.transfer.start(lambda: None, lambda end: self.ends.append(end.key))
 
@@ -150,6 +150,7 @@ class RemoteEngine:
             self.progress.finished += part.finished
             self.progress.notices += part.notices
             self.progress.refused += part.refused
+            self.progress.made += part.made
             time.sleep(0.002)
         return self.progress
 

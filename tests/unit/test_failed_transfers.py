@@ -97,6 +97,9 @@ class LateAgent:
     def deregister(self, registered: object) -> None:
         pass
 
+    def destroy(self) -> bool:
+        return True
+
     def add_peer(self, metadata: bytes) -> str:
         return metadata.decode()
 

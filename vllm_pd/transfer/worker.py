@@ -80,8 +80,7 @@ class TransferWorker:
             elif isinstance(request, MakeGeneration):
                 self._made.append(self._renew(request.name))
             elif isinstance(request, DestroyOlder):
-                self._open[request.key] = self._clock()
-                self.transport.retire(request.key)
+                self._retire(request.key)
             else:
                 raise TypeError(f"not a transfer request: {request!r}")
 
@@ -112,7 +111,7 @@ class TransferWorker:
 
     @property
     def moving(self) -> bool:
-        """Whether a write or a read is open."""
+        """Whether a write or a read is open, or older transports are being destroyed."""
         return bool(self._open)
 
     @property
@@ -180,6 +179,15 @@ class TransferWorker:
             return GenerationMade(name, error=str(error) or repr(error))
         self._settle()
         return GenerationMade(name, metadata)
+
+    def _retire(self, key: str) -> None:
+        try:
+            self.transport.retire(key)
+        except Exception as error:  # the engine tries again, and needs an end for that
+            logger.exception("older generations can't be destroyed")
+            self._finished.append(Finished(key, ok=False, error=str(error) or repr(error)))
+        else:
+            self._open[key] = self._clock()
 
     def _settle(self) -> None:
         self._unsettled_s, self._polled_at = SETTLE_S, self._clock()

@@ -53,16 +53,15 @@ def install() -> None:
 
 def install_wire(bytes_per_s: float) -> None:
     """Ranks of this process make their transports behind such a wire."""
-    from vllm_pd.transfer.nixl import transport as nixl
+    from vllm_pd.transfer.nixl import generations as nixl
     from vllm_pd.transfer.slow import EmulatedWire, SlowTransport
 
     if "behind_wire" in vars(nixl):
         return
-    real = nixl.NixlTransport
+    real = nixl.NixlGenerations
 
-    def behind_wire(name, caches, description, progress_thread=True):
+    def behind_wire(name, caches, description, **options):
         block_bytes = sum(cache.nbytes for cache in caches) // description.num_blocks
-        return SlowTransport(real(name, caches, description, progress_thread), EmulatedWire(0.0, bytes_per_s),
-                             block_bytes)
+        return SlowTransport(real(name, caches, description, **options), EmulatedWire(0.0, bytes_per_s), block_bytes)
 
-    nixl.NixlTransport = nixl.behind_wire = behind_wire
+    nixl.NixlGenerations = nixl.behind_wire = behind_wire

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from enum import Enum
 
 import numpy as np
@@ -37,7 +38,7 @@ class TransferState(Enum):
 
 class NixlAgent:
     """A NIXL agent named `name`, which listens at `host`, an IPv4 address (`vllm_pd.transfer.nixl.devices`). Every
-    method raises TransferError for any error of the library.
+    method raises TransferError for any error of the library. After `destroy` no other method may be called.
 
     Handles are integers. The caller owns them and must release them. Descriptor rows are uint64 [n, 5] = address,
     bytes, device, stride in bytes, count: row `i` stands for `count` descriptors of `bytes` bytes, `stride` apart.
@@ -56,12 +57,25 @@ class NixlAgent:
         config.useProgThread = progress_thread
         config.pthrDelay = int(PROGRESS_WAIT_S * 1e6)
         self._agent = nixl.nixlAgent(name, config)
+        self._destroyed: weakref.ref | None = None
         with only_devices_of(host) as devices:
             try:
                 self._backends = [self._agent.createBackend("UCX", {})]
             except Exception as error:  # see `_call`
                 raise TransferError(f"NIXL makes no UCX with {devices}: {error}: install nixl again, {CURE}") from error
         logger.info("KV over UCX: %s", devices)
+
+    def destroy(self) -> bool:
+        """Destroy the library's agent with its connections, whatever goes on through it. Returns whether it is gone. If
+        not, something in this process still refers to it, and a later call may return True.
+
+        The caller has deregistered the memory, and released the handles that it has. The library's destructor holds
+        Python's lock: no Python runs in this process meanwhile (`vllm_pd.transfer.nixl.generations` says how long).
+        """
+        if self._destroyed is None:
+            self._destroyed = weakref.ref(self._agent)
+            self._agent = None
+        return self._destroyed() is None
 
     def metadata(self) -> bytes:
         """What a peer's agent needs to reach this one, including the memory registered so far."""

@@ -113,6 +113,7 @@ class NixlTransport:
         self._caches = caches
         self._cache = description
         self._agent: NixlAgent | None = NixlAgent(name, progress_thread, host)
+        self._former: NixlAgent | None = None  # after `close`
         self.needs_polls = not progress_thread
         self._meeting = False  # whether a peer was added since the last poll
         self._unseen = False  # whether a notice was sent without data since the last poll
@@ -244,17 +245,29 @@ class NixlTransport:
             for key in list(self._open):
                 self._settle(key, agent.check)
             time.sleep(0.001)
-        ended = not self._open and not self._uncertain
+        ended = self.is_quiet
         for key, transfer in list(self._open.items()):
-            self._end(key, "closed", may_land=not (reads_end and transfer.is_read))
+            self._end(key, "its transfer agent was destroyed" if reads_end else "closed",
+                      may_land=not (reads_end and transfer.is_read))
         for name in list(self._peers):
             self._remove(name)
         for prepared in self._local_lists.values():
             _quietly(agent.release_prepared, prepared)
         self._local_lists.clear()
         _quietly(agent.deregister, self._registered)
-        self._agent = None
+        self._agent, self._former = None, agent
+        agent.destroy()
         return ended
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is certain that nothing goes on of what was posted here."""
+        return not self._open and not self._uncertain
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is closed, and its agent is certain to be destroyed."""
+        return self._former is not None and self._former.destroy()
 
     def _prepare(self, agent: NixlAgent, name: str, lanes: list[Lane], theirs: CacheDescription) -> tuple[int, int]:
         """Handles of the descriptor lists of both sides, with every block of every lane."""
