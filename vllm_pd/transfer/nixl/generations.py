@@ -12,12 +12,16 @@ proves (UCX 1.23 over TCP between network namespaces):
 - **Peers on this machine may still write and read here.** They need no agent of ours for that (CMA): one wrote 256 MiB
   after it was destroyed, although its write ended in an error.
 
-The destruction does not wait for the other end. It took 10 to 25 ms on an idle machine and up to 0.13 s on a busy one:
-with reads and writes of ours that hung, with writes that came in, on a wire that was cut, also for longer than UCX's
-keepalive, to a process that was stopped or was never reached, and with writers that sent all the time; with a progress
-thread and without. Nearly all of it is the library's destructor, which holds Python's lock. So another thread would not
-help, and it happens in the one that owns the transport. Over TCP releasing handles, peers and memory takes 0.1 ms. On a
-network card that has to unpin the memory it takes longer, but Python's lock is free meanwhile.
+The destruction does not wait for the other end. It took 2 to 5 ms on an idle machine (docs/benchmarks.md), and beside
+other work on both cores 10 to 90 ms, and 0.13 and 0.25 s at most: with reads and writes of ours that hung, with writes
+that came in, on a wire that was cut, also for longer than UCX's keepalive, to a process that was stopped or was never
+reached, and with writers that sent all the time; with a progress thread and without. Nearly all of it is the library's
+destructor, which holds Python's lock. So another thread would not help, and it happens in the one that owns the
+transport. Over TCP releasing handles, peers and memory takes 0.1 ms. On a network card that has to unpin the memory it
+takes longer, but Python's lock is free meanwhile.
+
+A peer on another machine that is being read by us then may die of it: over TCP UCX ends a process that answers a reader
+whose connection is gone (`transport`). So own reads should have ended before.
 
 A new generation meets each peer with the first transfer there. To add one connects to it, and UCX waits for that: for a
 host that is gone as long as the kernel tries, two minutes.
