@@ -18,7 +18,7 @@ ATTEMPT = m.Attempt("d", "r", 3)
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 MEMBER = m.Member("d", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT, m.Load(1, 2, 3), "host", (m.Process(4, 5),),
                   "tcp://127.0.0.1:2", True)
-JOB = m.Job(ATTEMPT, "tcp://127.0.0.1:1", [1, 2, 3], 0, 1.5, None, ("p",))
+JOB = m.Job(ATTEMPT, "tcp://127.0.0.1:1", [1, 2, 3], 0, 1.5, ("p",))
 MESSAGES = [
     m.Hello(MEMBER, b"x"), m.HelloReply(MEMBER, b""), m.Refused("k", "a", "b"), m.Claim(ATTEMPT, 1, 2),
     m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5), m.Deny(ATTEMPT, 1, m.DenyReason.TAKEN), m.Renew(ATTEMPT, 1, 2),

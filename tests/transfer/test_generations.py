@@ -221,25 +221,32 @@ def test_b105_a_peer_that_can_t_be_added_there_has_its_transfer_fail_and_is_trie
 
 
 def test_b105_a_generation_that_is_asked_for_again_is_made_once(rank):
-    """Another rank of the engine could not make its own. Only what goes on in it, which would be of an older one for
-    the engine, has it made anew; and then there is a bound."""
+    """Another rank of the engine could not make its own, again and again, and something hangs in ours."""
     d = rank("d-again", progress_thread=False)
     first = renew(d, "d-again~1")
-    for _ in range(2 * MAX_GENERATIONS):
-        assert renew(d, "d-again~1") == first
     with receiver("p-again") as p:
         d.worker.execute([AddTransferPeer(p.name, p.metadata)])
         freeze(p.process.pid)
-        for number in range(MAX_GENERATIONS - 2):
+        for number in range(2 * MAX_GENERATIONS):
             d.worker.execute([Write(f"{number}", p.name, [0], [0], [b"n"])])
-            assert renew(d, "d-again~1") != first
-        d.worker.execute([Write("last", p.name, [0], [0], [b"n"]), MakeGeneration("d-again~1")])
+            assert renew(d, "d-again~1") == first
+        assert retire(d) == [] and d.worker.live_handles() == 2 * MAX_GENERATIONS
+
+
+def test_b105_there_is_a_bound_of_generations_that_are_not_destroyed(rank):
+    d = rank("d-bound", progress_thread=False)
+    with receiver("p-bound") as p:
+        d.worker.execute([AddTransferPeer(p.name, p.metadata)])
+        freeze(p.process.pid)
+        for number in range(1, MAX_GENERATIONS):
+            d.worker.execute([Write(f"{number}", p.name, [0], [0], [b"n"])])
+            renew(d, generation_name("d-bound", number))
+        d.worker.execute([MakeGeneration(generation_name("d-bound", MAX_GENERATIONS))])
         assert "have not been destroyed" in d.worker.take_progress().made[0].error
         with pytest.raises(TransferError, match="already open"):
-            d.transport.write("0", p.name, [0], [0], b"n")
-        ends = retire(d, *(f"{number}" for number in range(MAX_GENERATIONS - 2)))
-        assert all(end.may_land for end in ends) and d.worker.live_handles() == 1
-    assert not finish(d, ["last"])["last"].ok
+            d.transport.write("1", p.name, [0], [0], b"n")
+        ends = retire(d, *(f"{number}" for number in range(1, MAX_GENERATIONS)))
+        assert all(end.may_land for end in ends) and d.worker.live_handles() == 0
 
 
 def test_b20_generations_that_come_and_go_leave_nothing(rank, environ):

@@ -536,3 +536,70 @@ def test_protocol_numbers_differ_from_those_of_engines_without_generations():
     assert m.PROTOCOL == 3 and "lora" not in m.Job.__struct_fields__
     reply = m.HelloReply(m.Member("d", m.Role.DECODE, "", FINGERPRINT), b"x")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=m.HelloReply) == reply
+
+
+def test_b106_a_peer_that_was_dropped_is_not_taken_for_dead_by_a_late_answer(far):
+    """The probe of its lifeline was under way. Taken for dead, it would never be heard again."""
+    far.d.control.lifeline_gone("p3")
+    assert far.d.control.receive(MessageSource.PREFILL, "p3", m.Hello(
+        m.Member("p3", m.Role.PREFILL, "tcp://127.0.0.1:3", FINGERPRINT, host_id="p3"), b""))
+
+
+def test_b106_p_keeps_a_d_whose_prefix_it_has_failed_to_read(far):
+    """Until nothing of that lands any more it is to be seen whether D dies."""
+    attempt, _ = far.granted()
+    far.p.prefill.read_unproven(attempt, "broken")
+    far.p._core.generations.parted.clear()
+    far.p._core.do(far.p._core.prefill_half.peer_lost(far.now, "d"))
+    far.pump()
+    assert far.take("p", DropPeer) == [] and "d" in far.p.control.watched_peers().busy
+    far.passes(0.25)
+    far.renew(far.p)
+    far.retire(far.p)
+    assert far.take("p", DropPeer) == [DropPeer("d")]
+
+
+def test_b105_what_outlived_a_renewal_on_this_machine_does_not_delay_the_next():
+    near = TwoMachines(same=True)
+    near.granted()
+    near.cut = True
+    for _ in range(2):
+        near.d._core.generations.parted.add("x")
+        near.passes(2 * PAUSE_S + 0.5)
+        near.renew(near.d)
+        if near.d.operators.counts()["generation"] == 1:
+            near.passes(LEASE_S + 0.5)
+        near.retire(near.d)
+    assert near.d.operators.counts()["decode_fenced"] == 1
+
+
+def test_b106_a_write_that_failed_in_a_generation_that_is_over_parts_nobody(far):
+    attempt, _ = far.granted()
+    far.d.control.lifeline_gone("p")
+    far.passes(0.25)
+    far.renew(far.d)
+    far.retire(far.d)
+    far.p.prefill.unproven(attempt, "broken")
+    far.pump()
+    for us in (far.p, far.d):
+        assert us.operators.counts()["parted"] == 0 and us.operators.open_attempts() == []
+
+
+def test_b105_a_two_sided_transport_is_never_in_doubt(half):
+    ours = Generations("d", b"0", LEASE_S, can_renew=False)
+    half.doubt = 0.0
+    assert ours.handle_timeout(10.0, [half]) == [] and ours.next_timeout([half]) == NEVER
+
+
+def test_b105_a_read_may_go_through_agents_that_some_ranks_have_made_and_others_could_not(ours, half):
+    half.doubt = 0.0
+    ours.handle_timeout(10.0, [half])
+    ours.not_renewed(10.0, "rank 1: no")
+    assert (ours.phase, ours.current, ours.newest) == (Phase.STEADY, 0, 1)
+
+
+def test_b105_a_d_claims_a_hold_as_often_as_its_p_wants(far):
+    far.d._core.decode_half.reads.lease_s = 10 * LEASE_S
+    far.reading()
+    far.passes(3 * LEASE_S)
+    assert far.take("p", RenewTransport) == []

@@ -177,9 +177,10 @@ class ControlSession(Session):
     def lifeline_gone(self, incarnation: str) -> None:
         """The lifeline of that engine refuses, and no connection between the two is left. On one machine that is its
         death. Between machines something in between may do so: then the engine is doubted, and not dead."""
-        peers = {**self._decode.peers, **self._prefill.peers()}
-        member = peers.get(incarnation)
-        if member is None or not is_elsewhere(self.member, member):
+        member = {**self._decode.peers, **self._prefill.peers()}.get(incarnation)
+        if member is None:  # it was dropped since, and so has nothing of ours
+            return
+        if not is_elsewhere(self.member, member):
             self.peer_dead(incarnation)
             return
         now = self._clock()

@@ -45,7 +45,8 @@ class PeerCore:
         self.clock = clock
         self.member = member
         self.state = EngineState(member)
-        self.generations = Generations(member.incarnation, transfer_metadata, config.lease_s)
+        self.generations = Generations(member.incarnation, transfer_metadata, config.lease_s,
+                                       can_renew=not config.is_two_sided)
         self.decode_half = DecodeProtocol(member, transfer_metadata, DecodeLimits(
             lease_s=config.lease_s, deadline_s=config.attempt_deadline_s, claim_retry_s=config.claim_retry_s,
             ttl_s=config.ttl_s, own_fence=config.is_two_sided), self.generations)

@@ -284,8 +284,6 @@ class DecodeProtocol:
 
     def doubts_at(self) -> float:
         """See Half."""
-        if self.limits.own_fence:  # without any P's help nothing lands
-            return _NEVER
         if self.parted:
             return _LONG_AGO
         return min([self.reads.doubts_at(), *map(self._doubted_at, self._records.values())])
@@ -294,7 +292,7 @@ class DecodeProtocol:
         """See Half. Of a P on this machine nothing goes on in a write that it has given up."""
         return self.reads.is_busy(now) or any(
             record.fenced and not record.given_up and now < self._doubted_at(record)
-            for record in self._records.values() if record.generation < self.generations.current)
+            for record in self._records.values() if self.generations.is_closing(record.generation))
 
     def renewed(self, now: float) -> list[Action]:
         """See Half."""
@@ -303,7 +301,7 @@ class DecodeProtocol:
     def close(self, now: float) -> list[Action]:
         """See Half."""
         actions: list[Action] = []
-        for record in [r for r in self._records.values() if r.fenced and r.generation < self.generations.current]:
+        for record in [r for r in self._records.values() if r.fenced and self.generations.is_closing(r.generation)]:
             if not record.state.ended:
                 actions += self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.LEASE, _TOO_SLOW)
         return actions
@@ -533,7 +531,8 @@ class DecodeProtocol:
         if record is None or record.given_up:
             return self._drop("gave_up_unknown")
         record.given_up = True
-        self.parted.add(sender)
+        if record.generation == self.generations.current:  # else the two have begun anew already
+            self.parted.add(sender)
         if record.state.ended:
             return self._cancel(now, record)
         return self._end(now, record, AttemptEnd.FAILED, FallbackReason.FAILED, message.reason)

@@ -75,13 +75,15 @@ class Generations:
     """The generations of one engine. `current` is the one to grant in, `oldest` the oldest one in which something may
     land, `metadata` says how this engine's memory is reached in the current one. `problem`: why the last renewal
     failed, empty if it did not. A generation that closes may last `lease_s`; every `look_s` it is seen whether what was
-    well still is."""
+    well still is. With a two-sided transport there is but one: not `can_renew`."""
 
-    def __init__(self, incarnation: str, metadata: bytes, lease_s: float = 30.0, look_s: float = LOOK_S):
+    def __init__(self, incarnation: str, metadata: bytes, lease_s: float = 30.0, look_s: float = LOOK_S,
+                 can_renew: bool = True):
         self.incarnation = incarnation
         self.metadata = metadata
         self.lease_s = lease_s
         self.look_s = look_s
+        self.can_renew = can_renew
         self.current = self.oldest = 0
         self.phase = Phase.STEADY
         self.parted: set[str] = set()
@@ -92,8 +94,13 @@ class Generations:
 
     @property
     def newest(self) -> int:
-        """The newest one that a transfer of ours which begins now may go through."""
-        return self.current + (self.phase is Phase.RENEWING)
+        """The newest one that a transfer of ours may go through: some ranks may have made their new agents, also where
+        others could not."""
+        return self.current + (self.phase is Phase.RENEWING or bool(self.problem))
+
+    def is_closing(self, generation: int) -> bool:
+        """Whether that one is about to end, while there is a newer one."""
+        return self.oldest <= generation < self.current
 
     # What the ranks have done.
 
@@ -135,7 +142,7 @@ class Generations:
 
     def handle_timeout(self, now: float, halves: Sequence[Half]) -> list[Action]:
         """Do what is due."""
-        if self.phase is Phase.STEADY and now >= max(self._not_before, _earliest(halves)):
+        if self.can_renew and self.phase is Phase.STEADY and now >= max(self._not_before, _earliest(halves)):
             if now >= self._last_at + CALM_S:
                 self._pause_s = PAUSE_S
             self.phase, self._last_at = Phase.RENEWING, now
@@ -155,7 +162,7 @@ class Generations:
     def next_timeout(self, halves: Sequence[Half]) -> float:
         """When `handle_timeout` is next due by the clock; infinite: by nothing but what happens."""
         if self.phase is Phase.STEADY:
-            return max(self._not_before, _earliest(halves))
+            return max(self._not_before, _earliest(halves)) if self.can_renew else NEVER
         return self._next_look if self.phase is Phase.CLOSING else NEVER
 
 

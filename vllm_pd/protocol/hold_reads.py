@@ -49,13 +49,14 @@ class _HoldRead:
     """One read. Times are those of the caller's clock."""
 
     def __init__(self, attempt: m.Attempt, hold: m.Attempt, digest: bytes, block_ids: list[int], cached_blocks: int,
-                 deadline: float):
+                 deadline: float, lease_s: float):
         self.attempt = attempt
         self.hold = hold
         self.digest = digest
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks
         self.deadline = deadline
+        self.lease_s = lease_s  # ours, or P's if that is shorter
         self.state = ReadState.CLAIMING
         self.granted = False
         self.unproven = False  # it has failed, and its bytes may land until P, this engine or the generation has ended
@@ -104,7 +105,7 @@ class HoldReads:
               cached_blocks: int, deadline_s: float) -> list[Action]:
         """Read what the hold's P keeps into `block_ids[cached_blocks:]`, for a prompt whose tokens have this digest and
         take all of `block_ids`. The caller keeps those set aside until `Prefilled` or `Released`."""
-        read = _HoldRead(attempt, hold, digest, list(block_ids), cached_blocks, now + deadline_s)
+        read = _HoldRead(attempt, hold, digest, list(block_ids), cached_blocks, now + deadline_s, self.lease_s)
         self._reads[attempt] = read
         if not self.knows(read.peer):
             return self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine is not known")
@@ -257,7 +258,8 @@ class HoldReads:
         known = self._holders.get(read.peer)
         if read.state is ReadState.CLAIMING and known is not None and known.generation != message.generation:
             return self._drop("hold_generation")  # it is claimed again
-        read.lease_until = now + self.lease_s
+        read.lease_s = min(self.lease_s, message.lease_s)
+        read.lease_until = now + read.lease_s
         return self._begin(now, read, message) if read.state is ReadState.CLAIMING else []
 
     def peer_of(self, attempt: m.Attempt) -> str:
@@ -303,7 +305,7 @@ class HoldReads:
     # Inside.
 
     def _claim(self, now: float, read: _HoldRead) -> list[Action]:
-        read.next_claim = now + (self.claim_retry_s if read.state is ReadState.CLAIMING else self.lease_s / 3)
+        read.next_claim = now + (self.claim_retry_s if read.state is ReadState.CLAIMING else read.lease_s / 3)
         known = self._holders.get(read.peer)
         if read.state is ReadState.CLAIMING and known is not None:
             read.generation = known.generation

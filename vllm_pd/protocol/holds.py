@@ -130,7 +130,8 @@ class Holds:
             hold.lease_until = now + self.limits.lease_s
         self._read_by.setdefault(sender, {})[hold.name] = None
         self._wait(now, hold, self.limits.query_s)
-        return [ToDecode(sender, m.HoldGrant(message.attempt, hold.name, hold.block_ids, hold.generation))]
+        return [ToDecode(sender, m.HoldGrant(message.attempt, hold.name, hold.block_ids, hold.generation,
+                                             self.limits.lease_s))]
 
     def done(self, sender: str, message: m.HoldDone) -> list[Action]:
         """D does not read it under this attempt. Of a hold that nobody has claimed: its claim was lost, or it does not
@@ -162,13 +163,12 @@ class Holds:
 
     def is_busy(self, now: float) -> bool:
         """See Half."""
-        return any(not hold.is_elsewhere or now < hold.lease_until
-                   for hold in self._claimed_before(self._generations.current))
+        return any(not hold.is_elsewhere or now < hold.lease_until for hold in self._closing_ones())
 
     def close_older(self) -> list[Action]:
         """Older generations are about to end: their readers are to stop."""
         actions: list[Action] = []
-        for hold in self._claimed_before(self._generations.current):
+        for hold in self._closing_ones():
             hold.is_closed = True
             actions += self._deny(hold.reader, hold.name, m.DenyReason.UNKNOWN)
         return actions
@@ -176,7 +176,7 @@ class Holds:
     def retired(self) -> list[Action]:
         """See Half."""
         actions: list[Action] = []
-        for hold in self._claimed_before(self._generations.oldest):
+        for hold in [one for one in self._claimed() if one.generation < self._generations.oldest]:
             if hold.is_elsewhere:
                 actions += self._deny(hold.reader, hold.name, m.DenyReason.UNKNOWN) + self._end(hold, HoldEnd.LOST)
         return actions
@@ -234,8 +234,8 @@ class Holds:
     def _claimed(self) -> list[_Hold]:
         return [self._holds[name] for names in self._read_by.values() for name in names]
 
-    def _claimed_before(self, generation: int) -> list[_Hold]:
-        return [hold for hold in self._claimed() if hold.generation < generation]
+    def _closing_ones(self) -> list[_Hold]:
+        return [hold for hold in self._claimed() if self._generations.is_closing(hold.generation)]
 
     @staticmethod
     def _deny(attempt: m.Attempt, hold: m.Attempt, reason: m.DenyReason) -> list[Action]:

@@ -329,11 +329,13 @@ class ClaimHold(WireMessage):
 
 class HoldGrant(WireMessage):
     """P keeps these blocks, which are those of the whole prompt, until D's HoldDone or death, or until nothing can be
-    read in this generation of P any more."""
+    read in this generation of P any more. A D on another machine is doubted that has not claimed it again for
+    `lease_s`."""
     attempt: Attempt
     hold: Attempt
     block_ids: BlockIds
     generation: Count = 0
+    lease_s: Seconds = 30.0
 
 
 class HoldDenied(WireMessage):

@@ -146,7 +146,7 @@ class PrefillProtocol:
             return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
         timings = msgspec.structs.replace(timings, claim_s=job.claim_s)
         self.counters["sent"] += 1
-        return self._to_decode(job, m.Sent(attempt, job.claim, timings))
+        return self._to_decode(job, m.Sent(attempt, job.claim, timings)) + self._drop_idle(now, attempt.incarnation)
 
     def failed(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:
         """The engine gave the attempt up; no handle of it can write any more."""
@@ -174,7 +174,8 @@ class PrefillProtocol:
             return self.failed(now, attempt, reason)
         job.state = JobState.UNPROVEN
         job.unproven_until = now + UNPROVEN_KEPT_S
-        self.parted.add(attempt.incarnation)
+        if job.generation >= self._peering.generation_of(attempt.incarnation):  # else D has a newer one already
+            self.parted.add(attempt.incarnation)
         self.counters["unproven"] += 1
         return self._to_decode(job, m.GaveUp(attempt, job.claim, reason[:1000]))
 
@@ -554,7 +555,8 @@ class PrefillProtocol:
         """Drop a peer that is leaving, once no job of it can write, we read nothing there, and it reads nothing here.
         It could not say so without a connection."""
         actions = self._peering.drop_older(incarnation, lambda one: self._is_touched(incarnation, one))
-        if incarnation in self.holds.readers() or incarnation in self.parted or self._is_read(incarnation) or any(
+        busy = self.holds.readers() | self.parted | {attempt.incarnation for attempt in self._unproven_reads}
+        if incarnation in busy or self._is_read(incarnation) or any(
                 job.attempt.incarnation == incarnation and job.state is not JobState.PEERING
                 and not (job.state is JobState.UNPROVEN and job.is_elsewhere) for job in self._jobs.values()):
             return actions

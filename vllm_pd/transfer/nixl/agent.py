@@ -48,9 +48,9 @@ class NixlAgent:
         # The libraries read both when they load. Their logs only repeat errors that we get as states and exceptions.
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
-        # Multi-node NVLink lets a GPU of another machine write here by itself, so that the end of this agent would end
-        # nothing (`protocol.generations`).
-        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_MNNVL", "n")
+        # Whatever it was: by multi-node NVLink a GPU of another machine writes here by itself, so that the end of this
+        # agent would end nothing (`protocol.generations`).
+        os.environ["UCX_CUDA_IPC_ENABLE_MNNVL"] = "n"
         from nixl import _bindings as nixl
         self._nixl = nixl
         config = nixl.nixlAgentConfig()

@@ -120,14 +120,11 @@ class NixlGenerations:
         return progress
 
     def renew(self, name: str) -> bytes:
-        """See Transport.
-
-        An engine asks for the same name again if another of its ranks could not make its transport. The one that was
-        made here is taken then, unless something goes on in it, which for the engine belongs to an older generation.
-        """
+        """See Transport. An engine asks for the same name again if another of its ranks could not make its transport.
+        The one that was made here is taken then, with what goes on in it."""
         if self._is_closed:
             raise TransferError("the transport is closed")
-        if name == self._name and self.newest.is_quiet:
+        if name == self._name:
             return self.newest.metadata()
         if len(self._older) + 1 >= MAX_GENERATIONS:
             raise TransferError(f"{len(self._older)} older generations have not been destroyed")
