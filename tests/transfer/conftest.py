@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets the tests here import the module that is also their other process, and gives them ranks of their own."""
+"""Lets the tests here import the modules that are also their other processes, and gives them ranks and engines."""
 import sys
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from nixl_receiver import Rank
+from remote_rank import RemoteEngine
 
 
 @pytest.fixture
@@ -22,3 +23,16 @@ def rank():
     for each in made:
         each.worker.close()
         assert each.worker.live_handles() == 0
+
+
+@pytest.fixture
+def engine():
+    made = []
+
+    def make(*arguments, **options) -> RemoteEngine:
+        made.append(RemoteEngine(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from nixl_receiver import receiver
-from remote_rank import BLOCKS, RemoteEngine, expected
+from remote_rank import BLOCKS, expected
 from writes import connect, finish, send
 
 from tests.forked import freeze
@@ -297,19 +297,6 @@ def test_b20_closing_ends_all_generations(rank, environ):
 
 
 # Engines of several ranks, in processes of their own.
-
-
-@pytest.fixture
-def engine():
-    made = []
-
-    def make(*arguments, **options) -> RemoteEngine:
-        made.append(RemoteEngine(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.mark.parametrize("p_ranks,d_ranks", [(1, 2), (2, 1), (2, 2)])

@@ -28,19 +28,6 @@ OURS, THEIRS = [3, 4, 9, 0], [7, 8, 2, 11]
 
 
 @pytest.fixture
-def engine():
-    made = []
-
-    def make(*arguments, **options) -> RemoteEngine:
-        made.append(RemoteEngine(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-@pytest.fixture
 def pair(engine) -> tuple[RemoteEngine, RemoteEngine]:
     """P and D of one rank each; P knows D."""
     p, d = engine(1, True), engine(1, False)

@@ -191,7 +191,7 @@ def test_b105_answers_reach_an_engine_in_another_process():
 
 class OneTransport:
     """Of a generation, as NixlTransport."""
-    needs_polls, is_quiet, refuses_to_go = True, True, False
+    needs_polls, refuses_to_go = True, False
 
     def __init__(self, name, caches, description, progress_thread, host) -> None:
         if name in self.broken:

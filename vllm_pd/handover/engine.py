@@ -166,8 +166,7 @@ class HandoverEngine(ABC):
 
     def _renew(self, event: RenewTransport | RetireTransport, progress: Progress) -> None:
         """Pass it on to the ranks, in order with all other requests."""
-        is_new = isinstance(event, RenewTransport)
-        self._to_ranks([MakeGeneration(event.name) if is_new else DestroyOlder(RETIRE_KEY)])
+        self._to_ranks([MakeGeneration(event.name) if isinstance(event, RenewTransport) else DestroyOlder(RETIRE_KEY)])
 
     def _handler(self, event: Event) -> Callable[[Event, Progress], None]:
         if isinstance(event, RenewTransport | RetireTransport):

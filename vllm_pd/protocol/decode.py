@@ -391,7 +391,7 @@ class DecodeProtocol:
         return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
 
     def given_up(self) -> set[m.Attempt]:
-        """Attempts that end with P's death or with this engine."""
+        """Attempts that end with P's death or with this engine; of a P on another machine also with the generation."""
         return {attempt for attempt, record in self._records.items() if record.given_up}
 
     def busy_peers(self) -> set[str]:

@@ -31,7 +31,7 @@ PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 CALM_S = 60.0
 LOOK_S = 0.5
-DOUBT_S = 5.0  # for how long a peer may leave a request to stop unanswered, and a read of ours may go on that is to end
+DOUBT_S = 5.0  # for how long a peer may leave a Cancel unanswered, and a transfer of ours may go on that was stopped
 
 
 def is_elsewhere(ours: m.Member, theirs: m.Member) -> bool:

@@ -187,19 +187,20 @@ class HoldReads:
 
     def peer_dead(self, now: float, peer: str) -> list[Action]:
         """The process of a P is gone, as a fact."""
-        actions: list[Action] = []
-        for read in [one for one in self._reads.values() if one.peer == peer and one.state is not ReadState.STOPPING]:
-            actions += self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER, "the prefill engine died")
+        actions = self._fail_open(now, peer, "the prefill engine died")
         for read in [one for one in self._reads.values() if one.peer == peer and one.unproven]:
             actions += self.ended(read.attempt, "the prefill engine died")
         return actions + self.forget(peer)
 
     def peer_seems_dead(self, now: float, peer: str) -> list[Action]:
         """A P on another machine can't be reached, and may live all the same."""
+        return self._fail_open(now, peer, "the prefill engine can't be reached")
+
+    def _fail_open(self, now: float, peer: str, detail: str) -> list[Action]:
+        """The attempts that read from this P, or ask it, fall back."""
         actions: list[Action] = []
         for read in [one for one in self._reads.values() if one.peer == peer and one.state is not ReadState.STOPPING]:
-            actions += self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER,
-                                 "the prefill engine can't be reached")
+            actions += self._end(now, read, AttemptEnd.FAILED, FallbackReason.PEER, detail)
         return actions
 
     # Our generations: see `generations.Half`.
@@ -299,7 +300,7 @@ class HoldReads:
         return {attempt: read.state for attempt, read in self._reads.items()}
 
     def unproven_reads(self) -> set[m.Attempt]:
-        """Those that end with P's death or with this engine."""
+        """Those that end with P's death, this engine or the generation that they went through."""
         return {attempt for attempt, read in self._reads.items() if read.unproven}
 
     # Inside.

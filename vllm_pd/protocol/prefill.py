@@ -349,12 +349,12 @@ class PrefillProtocol:
         return {attempt: job.state for attempt, job in self._jobs.items()}
 
     def unproven_jobs(self) -> set[m.Attempt]:
-        """The jobs that end with D's death or with this engine."""
+        """The jobs that end with D's death or with this engine; of a D on another machine also with D's generation."""
         return {attempt for attempt, job in self._jobs.items() if job.state is JobState.UNPROVEN}
 
     def remembered(self) -> set[m.Attempt]:
-        """Those of them that nothing is kept for but the answer to a D on another machine, which nobody knows at
-        present."""
+        """The unproven jobs of Ds on other machines that are not known at present. A record of each is kept only to
+        answer its D, should that come back."""
         return {attempt for attempt in self.unproven_jobs() if self._jobs[attempt].is_elsewhere
                 and self._peering.find(attempt.incarnation) is None}
 

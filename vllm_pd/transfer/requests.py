@@ -84,8 +84,8 @@ class MakeGeneration(msgspec.Struct, frozen=True, tag=True):
 
 
 class DestroyOlder(msgspec.Struct, frozen=True, tag=True):
-    """Destroy all transports but the newest. What is open in them ends first, with `may_land`. Its `Finished` comes
-    once nothing of them lands here, or is read here."""
+    """Destroy all transports but the newest. What is open in them ends first: a write with `may_land`, a read without.
+    The `Finished` of this key comes once nothing of them lands here, or is read here."""
     key: str
 
 
@@ -98,7 +98,8 @@ class Finished(msgspec.Struct, frozen=True):
     two-sided one. Also the answer to a `CloseGrant` and a `DestroyOlder`.
 
     `may_land`: the exception. It failed, and nothing proves that all of it has stopped. Bytes of it may land later, in
-    the peer's blocks or, of a read, in ours, until one of the two engines has ended.
+    the peer's blocks or, of a read, in ours, until one of the two engines has ended, or the transport of the one whose
+    blocks they are (`DestroyOlder`).
     """
     key: str
     ok: bool

@@ -250,7 +250,7 @@ class NixlTransport:
             for key in list(self._open):
                 self._settle(key, agent.check)
             time.sleep(0.001)
-        ended = self.is_quiet
+        ended = not self._open and not self._uncertain
         for key, transfer in list(self._open.items()):
             self._end(key, "its transfer agent was destroyed" if reads_end else "closed",
                       may_land=not (reads_end and transfer.is_read))
@@ -263,11 +263,6 @@ class NixlTransport:
         self._agent, self._former = None, agent
         agent.destroy()
         return ended
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether it is certain that nothing goes on of what was posted here."""
-        return not self._open and not self._uncertain
 
     @property
     def is_gone(self) -> bool:
