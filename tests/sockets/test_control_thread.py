@@ -11,7 +11,8 @@ from tests.sockets.test_agent import FINGERPRINT, Engine, Settings
 from vllm_pd.peer.liveness.process import local_member
 from vllm_pd.peer.notices import LONG_WRITE_POLL_S, SHORT_WRITE_POLL_S, SHORT_WRITE_S, Notices
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.rpc import codec
 
 ANSWER_S = 60

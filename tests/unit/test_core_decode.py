@@ -15,7 +15,8 @@ from vllm_pd.protocol.actions import (
     ToBroker,
     ToPrefill,
 )
-from vllm_pd.protocol.decode import AttemptState, DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.attempts import AttemptState, DecodeLimits
+from vllm_pd.protocol.decode import DecodeProtocol
 
 BLOCK = 16
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", BLOCK, 2, 2, 64, "hnd")

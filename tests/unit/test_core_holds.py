@@ -24,11 +24,13 @@ from vllm_pd.protocol.actions import (
     ToDecode,
     ToPrefill,
 )
-from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.holds import HoldLimits, Holds, asks_for_hold, hold_params, named_hold
-from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.protocol.jobs import PrefillLimits
+from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.settings.engine import PDConfig
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")

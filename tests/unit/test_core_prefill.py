@@ -6,8 +6,10 @@ import pytest
 from vllm_pd.peer.core import PeerCore
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import AddPeer, Cancelled, Connect, Disconnect, DropPeer, Prefill, ToDecode
-from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
-from vllm_pd.protocol.prefill import JobState, PrefillLimits, PrefillProtocol
+from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.jobs import JobState, PrefillLimits
+from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.settings.engine import PDConfig
 
 BLOCK = 16

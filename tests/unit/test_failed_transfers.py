@@ -39,7 +39,7 @@ from vllm_pd.protocol.actions import (
     ToDecode,
 )
 from vllm_pd.protocol.hashes import token_digest
-from vllm_pd.protocol.prefill import PrefillLimits
+from vllm_pd.protocol.jobs import PrefillLimits
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory

@@ -14,6 +14,7 @@ from vllm_pd.peer.posted_jobs import ANSWER_S
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Fallback, FallbackReason, PostJob, Prefill, Prefilled, Released, StopPost, ToBroker
+from vllm_pd.protocol.jobs import JobState
 from vllm_pd.protocol.metaserver import (
     carried_job,
     external_id,
@@ -23,7 +24,6 @@ from vllm_pd.protocol.metaserver import (
     posted_name,
     request_of,
 )
-from vllm_pd.protocol.prefill import JobState
 
 URL = "http://127.0.0.1:9000/v1/metaserver"
 SECRET = "0123456789abcdef" * 2

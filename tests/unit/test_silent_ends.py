@@ -21,7 +21,7 @@ from vllm_pd.protocol.actions import (
     ToDecode,
     ToPrefill,
 )
-from vllm_pd.protocol.decode import DecodeLimits
+from vllm_pd.protocol.attempts import DecodeLimits
 from vllm_pd.settings.engine import PDConfig
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")

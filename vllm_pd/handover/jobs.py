@@ -12,7 +12,7 @@ from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
 
 
 class JobStage(Enum):
-    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`protocol.prefill.JobState`)."""
+    """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`protocol.jobs.JobState`)."""
     QUEUED = "queued"
     COMPUTING = "computing"
     READING = "reading"

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
+CLOSE_S = 6.0  # several times what the thread waits at its end: for reads of others, for messages to leave, for NATS
+
 
 class ControlAgent:
     """Built with the engine, `start`ed before its first step, `close`d after its last. The engine works with its
@@ -71,7 +73,7 @@ class ControlAgent:
                            "of several hosts write \"bind\": \"tcp://ADDRESS:0\", with this host's address",
                            self._config.bind, self._config.broker)
 
-    def close(self, timeout_s: float = 2.0) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """Leave the registry and end the thread. Open attempts are not waited for."""
         if self.thread is not None:
             self.thread.stop(timeout_s)

@@ -19,10 +19,12 @@ from vllm_pd.peer.state import EngineState
 from vllm_pd.peer.step_watch import HUNG_S, StepWatch
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import EVENTS, Action, AddPeer, DropPeer, Event, Prefill
-from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.holds import HoldLimits
-from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.protocol.jobs import PrefillLimits
+from vllm_pd.protocol.prefill import PrefillProtocol
 
 if TYPE_CHECKING:
     from vllm_pd.settings.engine import PDConfig

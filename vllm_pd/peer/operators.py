@@ -11,7 +11,7 @@ from typing import Any
 from vllm_pd.peer.core import Session, locked
 from vllm_pd.peer.degraded import Cause, Degraded
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.decode import AttemptState
+from vllm_pd.protocol.attempts import AttemptState
 
 logger = logging.getLogger("vllm.pd")
 

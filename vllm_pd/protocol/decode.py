@@ -13,7 +13,6 @@ without a record changes nothing but a counter.
 """
 import collections
 from collections.abc import Callable, Collection
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from vllm_pd.protocol.actions import (
     ToBroker,
     ToPrefill,
 )
+from vllm_pd.protocol.attempts import AttemptRecord, AttemptState, DecodeLimits
 from vllm_pd.protocol.generations import DOUBT_S, Generations, is_elsewhere
 from vllm_pd.protocol.hold_reads import HoldReads
 
@@ -38,63 +38,6 @@ _LONG_AGO, _NEVER = float("-inf"), float("inf")
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 _SEEMS_DEAD = "the prefill engine, on another machine, can't be reached any more"
 _TOO_SLOW = "it took longer than a lease after this engine has made new transfer agents"
-
-
-class AttemptState(Enum):
-    """Where an attempt is on D."""
-    QUEUED = "queued"
-    GRANTED = "granted"
-    DONE = "done"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
-
-    @property
-    def ended(self) -> bool:
-        """Whether the attempt has ended: the engine has its event."""
-        return self not in (AttemptState.QUEUED, AttemptState.GRANTED)
-
-
-class DecodeLimits(msgspec.Struct, frozen=True):
-    """Durations that bound an attempt, how many Ps are remembered, and which side brings a fence down."""
-    lease_s: float = 30.0
-    deadline_s: float = 120.0
-    claim_retry_s: float = 2.0
-    max_unclaimed: int = 5  # so often a job may be taken from the queue and not be claimed
-    ttl_s: float = 5.0
-    cancel_retry_max_s: float = 10.0
-    max_peers: int = 1024
-    own_fence: bool = False  # the transport is two-sided: our own ranks bring the fence down, and P does not
-
-
-class _Record:
-    """One open attempt. Times are those of the caller's clock."""
-
-    def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-                 avoid: tuple[str, ...], priority: int):
-        self.attempt = attempt
-        self.avoid = avoid
-        self.priority = priority
-        self.token_ids = token_ids
-        self.block_ids = block_ids
-        self.cached_blocks = cached_blocks
-        self.state = AttemptState.QUEUED
-        self.fenced = False
-        self.given_up = False  # by P, whose writes may land until P, this engine or the generation has ended
-        self.submitted = self.deadline = self.next_put = 0.0
-        self.times_queued = 0  # by the present broker; each time but the last, a P has taken it and has not claimed it
-        self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
-        self.peers_lost_at: float | None = None
-        self.peer = ""
-        self.is_elsewhere = False
-        self.claim = -1
-        self.ranks = 1
-        self.generation = 0  # in which it was granted
-        self.seems_lost = False  # P seems dead
-        self.cancelled_at = 0.0
-        self.writing_at: float | None = None
-        self.arrived: set[int] = set()
-        self.timings = m.Timings()
 
 
 class DecodeProtocol:
@@ -113,8 +56,8 @@ class DecodeProtocol:
         self._listed: Collection[str] = ()  # see `peers_are`
         self.reads = HoldReads(member, limits.ttl_s, limits.claim_retry_s / 4, limits.lease_s, self.counters,
                                self.dropped, self.generations)
-        self._records: dict[m.Attempt, _Record] = {}
-        self._done: dict[m.Attempt, _Record] = {}
+        self._records: dict[m.Attempt, AttemptRecord] = {}
+        self._done: dict[m.Attempt, AttemptRecord] = {}
         self._done_order: collections.deque[m.Attempt] = collections.deque()
         self._last_number = -1
         self._broker_lost_at: float | None = None
@@ -145,7 +88,7 @@ class DecodeProtocol:
             raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
         self._last_number = attempt.number
         priority = max(-m.MAX_PRIORITY, min(m.MAX_PRIORITY, int(priority)))  # a client's may be any number
-        record = _Record(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority)
+        record = AttemptRecord(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority)
         self._records[attempt] = record
         record.submitted = now
         record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
@@ -315,7 +258,7 @@ class DecodeProtocol:
                 actions += self._p_stopped(now, record, FallbackReason.LEASE, _TOO_SLOW)
         return actions
 
-    def _doubted_at(self, record: _Record) -> float:
+    def _doubted_at(self, record: AttemptRecord) -> float:
         if not (record.fenced and record.is_elsewhere):
             return _NEVER
         if record.given_up or record.seems_lost:
@@ -545,7 +488,7 @@ class DecodeProtocol:
 
     # Moves.
 
-    def _p_stopped(self, now: float, record: _Record, reason: FallbackReason, detail: str) -> list[Action]:
+    def _p_stopped(self, now: float, record: AttemptRecord, reason: FallbackReason, detail: str) -> list[Action]:
         """P will not write any more, whatever the state of the attempt is. With `own_fence` that is not enough: what it
         has sent may lie here, and not in the blocks yet. The engine closes the grant of an attempt that ends."""
         if self.limits.own_fence:
@@ -555,7 +498,7 @@ class DecodeProtocol:
             return self._release(record)
         return self._end(now, record, AttemptEnd.FAILED, reason, detail)
 
-    def _end(self, now: float, record: _Record, outcome: AttemptEnd, reason: FallbackReason | None,
+    def _end(self, now: float, record: AttemptRecord, outcome: AttemptEnd, reason: FallbackReason | None,
              detail: str = "") -> list[Action]:
         """The one place where an attempt ends other than DONE."""
         was_queued = record.state is AttemptState.QUEUED
@@ -572,11 +515,11 @@ class DecodeProtocol:
             record.cancelled_at = now
         return actions + self._cancel(now, record)
 
-    def _release(self, record: _Record) -> list[Action]:
+    def _release(self, record: AttemptRecord) -> list[Action]:
         del self._records[record.attempt]
         return [Released(record.attempt)]
 
-    def _cancel(self, now: float, record: _Record) -> list[Action]:
+    def _cancel(self, now: float, record: AttemptRecord) -> list[Action]:
         limits = self.limits
         if record.given_up:  # P has said all that it ever will
             record.next_cancel = _NEVER
@@ -585,7 +528,7 @@ class DecodeProtocol:
         record.next_cancel = now + record.cancel_retry_s
         return [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]
 
-    def _put(self, now: float, record: _Record) -> list[Action]:
+    def _put(self, now: float, record: AttemptRecord) -> list[Action]:
         record.next_put = now + self.limits.claim_retry_s
         parted = sorted(self.parted.difference(record.avoid), key=lambda name: (name not in self._listed, name))
         avoid = (*record.avoid, *parted)[:m.MAX_AVOIDED]  # first of all those that may be offered it
@@ -593,17 +536,17 @@ class DecodeProtocol:
                     max(0.0, record.deadline - now), avoid=avoid, priority=record.priority)
         return [ToBroker(m.Put(job))]
 
-    def _cached_tokens(self, record: _Record) -> int:
+    def _cached_tokens(self, record: AttemptRecord) -> int:
         return record.cached_blocks * self.member.fingerprint.block_size
 
-    def _new_tokens(self, record: _Record) -> int:
+    def _new_tokens(self, record: AttemptRecord) -> int:
         return max(0, len(record.token_ids) - self._cached_tokens(record))
 
     @staticmethod
-    def _is_uncomputed(record: _Record) -> bool:
+    def _is_uncomputed(record: AttemptRecord) -> bool:
         return not record.state.ended and record.writing_at is None and not record.arrived
 
-    def _due(self, record: _Record) -> float:
+    def _due(self, record: AttemptRecord) -> float:
         if record.state is AttemptState.QUEUED:
             due = min(record.deadline, record.next_put)
             for lost_at in (self._broker_lost_at, record.peers_lost_at):
@@ -614,7 +557,7 @@ class DecodeProtocol:
             return min(record.deadline, record.lease_until)
         return record.next_cancel
 
-    def _on_due(self, now: float, record: _Record) -> list[Action]:
+    def _on_due(self, now: float, record: AttemptRecord) -> list[Action]:
         if record.state.ended:
             return self._cancel(now, record)
         if now >= record.deadline:
@@ -629,30 +572,30 @@ class DecodeProtocol:
         return self._put(now, record)
 
     @staticmethod
-    def _waited_from(record: _Record, lost_at: float) -> float:
+    def _waited_from(record: AttemptRecord, lost_at: float) -> float:
         return max(lost_at, record.submitted)
 
     # Helpers.
 
-    def _fenced_by(self, peer: str) -> list[_Record]:
+    def _fenced_by(self, peer: str) -> list[AttemptRecord]:
         """The records whose blocks this P may write."""
         return [record for record in self._records.values() if record.fenced and record.peer == peer]
 
-    def _held_by(self, sender: str, message: m.Message) -> _Record | None:
+    def _held_by(self, sender: str, message: m.Message) -> AttemptRecord | None:
         """The record that was granted to this sender for this claim, if its fence is up; else None."""
         record = self._records.get(message.attempt)
         if record is None or not record.fenced or (record.peer, record.claim) != (sender, message.claim):
             return None
         return record
 
-    def _grant(self, record: _Record) -> m.Grant:
+    def _grant(self, record: AttemptRecord) -> m.Grant:
         return m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks, self.limits.lease_s)
 
     def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> list[Action]:
         self.dropped["claim_" + reason.value] += 1
         return [ToPrefill(sender, m.Deny(claim.attempt, claim.claim, reason))]
 
-    def _remember(self, record: _Record) -> None:
+    def _remember(self, record: AttemptRecord) -> None:
         record.token_ids = record.block_ids = []
         self._done[record.attempt] = record
         self._done_order.append(record.attempt)
@@ -660,7 +603,7 @@ class DecodeProtocol:
             self._done.pop(self._done_order.popleft(), None)
 
     @staticmethod
-    def _measured(record: _Record, theirs: m.Timings) -> m.Timings:
+    def _measured(record: AttemptRecord, theirs: m.Timings) -> m.Timings:
         return msgspec.structs.replace(theirs, queue_s=record.timings.queue_s, measured=True)
 
     def _drop(self, name: str) -> list[Action]:

@@ -16,7 +16,6 @@ is deleted only when nothing of the job can land any more; so a cancel of a clai
 """
 import collections
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import msgspec
@@ -27,64 +26,15 @@ from vllm_pd.protocol.actions import Action, Cancelled, Prefill, ToDecode
 from vllm_pd.protocol.generations import DOUBT_S, Generations, is_elsewhere
 from vllm_pd.protocol.hashes import claim_number
 from vllm_pd.protocol.hold_reads import HoldReads
-from vllm_pd.protocol.holds import HoldLimits, Holds
+from vllm_pd.protocol.holds import Holds
+from vllm_pd.protocol.jobs import JobState, OfferedJob, OpenRenewal, PrefillLimits
 from vllm_pd.protocol.names import generation_name, incarnation_of
-from vllm_pd.protocol.peering import Peer, Peering, PeeringLimits, PeerState
-
-
-class JobState(Enum):
-    """Where a job is on P."""
-    PEERING = "peering"
-    CLAIMING = "claiming"
-    RUNNING = "running"
-    STOPPING = "stopping"
-    UNPROVEN = "unproven"
-
-
-class PrefillLimits(PeeringLimits, frozen=True):
-    """Bounds of jobs, besides those of peers. `max_jobs`: without those that are UNPROVEN."""
-    peering_s: float = 5.0
-    claim_wait_s: float = 5.0
-    claim_retry_s: float = 0.5
-    max_jobs: int = 256
-    holds: HoldLimits = HoldLimits()
-
+from vllm_pd.protocol.peering import Peer, Peering, PeerState
 
 _LONG_AGO, _NEVER = float("-inf"), float("inf")
 # For how long an UNPROVEN job of a D is remembered that nobody knows any more, on another machine. Without it D's next
 # request to stop would be answered as that of any unknown job; no kernel keeps the bytes of a connection for so long.
 UNPROVEN_KEPT_S = 3600.0
-_MAX_OPEN_RENEWALS = 4  # a lease contains three
-
-
-class _OpenRenewal:
-    """A renewal of a lease that was sent and has not been answered."""
-
-    def __init__(self, stamp: int, renewed_at: float):
-        self.stamp = stamp
-        self.renewed_at = renewed_at
-
-
-class _OfferedJob:
-    """One job. Times are those of the caller's clock."""
-
-    def __init__(self, job: m.Job, now: float):
-        self.job = job
-        self.attempt = job.attempt
-        self.state = JobState.PEERING
-        self.claim = -1
-        self.claimed_at = self.next_claim = 0.0
-        self.peering_until = now
-        self.lease_s = self.lease_until = 0.0
-        self.next_renew = 0.0
-        self.stamp = 0
-        self.renewals: collections.deque[_OpenRenewal] = collections.deque(maxlen=_MAX_OPEN_RENEWALS)
-        self.sent_writing = False
-        self.claim_s = 0.0
-        self.generation = 0  # of D, in which it is claimed
-        self.own_generation = 0  # in which its writes begin
-        self.is_elsewhere = False  # D
-        self.stopping_at = self.unproven_until = 0.0
 
 
 class PrefillProtocol:
@@ -102,7 +52,7 @@ class PrefillProtocol:
         self.dropped: m.Counters = collections.Counter()
         self.mismatch: str | None = None
         self.generations = generations or Generations(member.incarnation, transfer_metadata)
-        self._jobs: dict[m.Attempt, _OfferedJob] = {}
+        self._jobs: dict[m.Attempt, OfferedJob] = {}
         # Of prefixes, for these jobs: they may land here, through no newer generation than that.
         self._unproven_reads: dict[m.Attempt, int] = {}
         self.holds = Holds(limits.holds, self.dropped, self.generations)
@@ -203,7 +153,7 @@ class PrefillProtocol:
             return self._drop("offer_refused_peer")
         if peer.unanswered:  # its jobs would take the places of others' jobs, and would never be claimed
             return self._drop("offer_silent_peer")
-        record = self._jobs[attempt] = _OfferedJob(job, now)
+        record = self._jobs[attempt] = OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
         if peer.state in (PeerState.PEER, PeerState.UNADDED) or attempt.incarnation in self.parted:
             actions += self._claim(now, record)
@@ -274,7 +224,7 @@ class PrefillProtocol:
         return min([self.holds.doubts_at(), *map(self._doubted_at, self._jobs.values())])
 
     @staticmethod
-    def _doubted_at(job: _OfferedJob) -> float:
+    def _doubted_at(job: OfferedJob) -> float:
         """A write that was stopped and does not end: its D may be gone, and TCP tries for a quarter of an hour."""
         return job.stopping_at + DOUBT_S if job.is_elsewhere and job.state is JobState.STOPPING else _NEVER
 
@@ -411,7 +361,7 @@ class PrefillProtocol:
         for job in [j for j in self._jobs.values() if j.state is JobState.UNPROVEN and self._is_fenced(j)]:
             del self._jobs[job.attempt]
 
-    def _is_fenced(self, job: _OfferedJob) -> bool:
+    def _is_fenced(self, job: OfferedJob) -> bool:
         """Whether nothing of this job lands at D any more, by D's own act."""
         peer = self._peering.find(job.attempt.incarnation)
         return peer is not None and job.is_elsewhere and job.generation < peer.oldest
@@ -448,7 +398,7 @@ class PrefillProtocol:
                         grant.block_ids[:grant.cached_blocks], generation_name(sender, job.generation),
                         job.job.priority)]
 
-    def _problem(self, now: float, job: _OfferedJob, grant: m.Grant) -> str:
+    def _problem(self, now: float, job: OfferedJob, grant: m.Grant) -> str:
         block_size = self.member.fingerprint.block_size
         blocks = -(-len(job.job.token_ids) // block_size)
         if len(grant.block_ids) != blocks or len(set(grant.block_ids)) != blocks:
@@ -524,7 +474,7 @@ class PrefillProtocol:
             self._forget(job.attempt)
         return self._peering.refuse(peer)
 
-    def _claim(self, now: float, job: _OfferedJob) -> list[Action]:
+    def _claim(self, now: float, job: OfferedJob) -> list[Action]:
         self._claims += 1
         job.claim = self._claims if not self._claim_secret else claim_number(self._claim_secret, self._claims)
         job.state = JobState.CLAIMING
@@ -533,11 +483,11 @@ class PrefillProtocol:
         job.next_claim = now + self.limits.claim_retry_s
         return self._to_decode(job, self._claim_of(job))
 
-    def _claim_of(self, job: _OfferedJob) -> m.Claim:
+    def _claim_of(self, job: OfferedJob) -> m.Claim:
         fingerprint = self.member.fingerprint
         return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp, job.generation)
 
-    def _give_up(self, now: float, job: _OfferedJob) -> list[Action]:
+    def _give_up(self, now: float, job: OfferedJob) -> list[Action]:
         """Have the engine stop this job, or forget one that the engine does not have."""
         if job.state is JobState.RUNNING:
             return self._stop(now, job)
@@ -545,7 +495,7 @@ class PrefillProtocol:
             self._forget(job.attempt)
         return []
 
-    def _stop(self, now: float, job: _OfferedJob) -> list[Action]:
+    def _stop(self, now: float, job: OfferedJob) -> list[Action]:
         job.state = JobState.STOPPING
         if job.is_elsewhere:
             job.stopping_at = now
@@ -579,7 +529,7 @@ class PrefillProtocol:
             job.attempt.incarnation == incarnation and job.state in (JobState.RUNNING, JobState.STOPPING)
             for job in self._jobs.values())
 
-    def _due(self, job: _OfferedJob) -> float:
+    def _due(self, job: OfferedJob) -> float:
         if job.state is JobState.PEERING:
             return min(job.peering_until, job.next_claim or _NEVER)
         if job.state is JobState.CLAIMING:
@@ -590,7 +540,7 @@ class PrefillProtocol:
             return job.unproven_until
         return _NEVER
 
-    def _on_due(self, now: float, job: _OfferedJob) -> list[Action]:
+    def _on_due(self, now: float, job: OfferedJob) -> list[Action]:
         if job.state is JobState.UNPROVEN:
             if self._peering.find(job.attempt.incarnation) is None:
                 del self._jobs[job.attempt]
@@ -614,26 +564,26 @@ class PrefillProtocol:
             self.counters["lease_over"] += 1
             return self._stop(now, job)
         job.stamp += 1
-        job.renewals.append(_OpenRenewal(job.stamp, now))
+        job.renewals.append(OpenRenewal(job.stamp, now))
         job.next_renew = now + job.lease_s / 3
         return self._to_decode(job, m.Renew(job.attempt, job.claim, job.stamp))
 
     # Helpers.
 
-    def _held(self, sender: str, message: m.Message, state: JobState) -> _OfferedJob | None:
+    def _held(self, sender: str, message: m.Message, state: JobState) -> OfferedJob | None:
         """The job that this answer is about; None where its state, claim or sender is another."""
         job = self._jobs.get(message.attempt)
         if job is None or job.state is not state or job.claim != message.claim or job.attempt.incarnation != sender:
             return None
         return job
 
-    def _forget(self, attempt: m.Attempt) -> _OfferedJob | None:
+    def _forget(self, attempt: m.Attempt) -> OfferedJob | None:
         """Delete this job's record, and return it; None where there is none, or it is UNPROVEN."""
         job = self._jobs.get(attempt)
         return None if job is None or job.state is JobState.UNPROVEN else self._jobs.pop(attempt)
 
     @staticmethod
-    def _to_decode(job: _OfferedJob, message: m.Message) -> list[Action]:
+    def _to_decode(job: OfferedJob, message: m.Message) -> list[Action]:
         return [ToDecode(job.attempt.incarnation, message)]
 
     def _drop(self, name: str) -> list[Action]:

@@ -11,7 +11,8 @@ from explorer.world import Scene
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import Generations
-from vllm_pd.protocol.prefill import JobState, PrefillProtocol
+from vllm_pd.protocol.jobs import JobState
+from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.protocol.writes import AttemptWrites
 
 NEVER = float("inf")

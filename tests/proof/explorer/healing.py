@@ -13,8 +13,8 @@ from explorer.model import DecodeEngine, PrefillEngine, Violation, require
 from explorer.snapshots import NOW
 from explorer.world import DEAD, State, World
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.decode import AttemptState
-from vllm_pd.protocol.prefill import JobState
+from vllm_pd.protocol.attempts import AttemptState
+from vllm_pd.protocol.jobs import JobState
 
 MAX_ROUNDS = 400
 

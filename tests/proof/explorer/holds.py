@@ -19,14 +19,16 @@ from explorer.model import Violation, generation_of
 from explorer.snapshots import NOW, canonical, clone, shift
 from vllm_pd.protocol import actions as a
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import NEVER, Generations
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.holds import HoldLimits, Holds
+from vllm_pd.protocol.jobs import PrefillLimits
 from vllm_pd.protocol.names import generation_name, incarnation_of
 from vllm_pd.protocol.peering import PeerState
-from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.protocol.prefill import PrefillProtocol
 
 PROMPTS = {"A": [1, 2, 3, 4], "B": [5, 6, 7, 8]}
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "f", "f", 2, 1, 1, 64, "hnd")

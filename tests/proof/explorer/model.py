@@ -36,9 +36,11 @@ from vllm_pd.protocol.actions import (
     ToDecode,
     ToPrefill,
 )
-from vllm_pd.protocol.decode import DecodeLimits, DecodeProtocol
+from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import NEVER, Generations
-from vllm_pd.protocol.prefill import PrefillLimits, PrefillProtocol
+from vllm_pd.protocol.jobs import PrefillLimits
+from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.protocol.writes import AttemptWrites
 
 BLOCK_SIZE = 4

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode engine notes of each attempt that it has open, and the bounds of one. `decode` moves it."""
+from enum import Enum
+
+import msgspec
+
+from vllm_pd.protocol import messages as m
+
+
+class AttemptState(Enum):
+    """Where an attempt is on D."""
+    QUEUED = "queued"
+    GRANTED = "granted"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def ended(self) -> bool:
+        """Whether the attempt has ended: the engine has its event."""
+        return self not in (AttemptState.QUEUED, AttemptState.GRANTED)
+
+
+class DecodeLimits(msgspec.Struct, frozen=True):
+    """Durations that bound an attempt, how many Ps are remembered, and which side brings a fence down."""
+    lease_s: float = 30.0
+    deadline_s: float = 120.0
+    claim_retry_s: float = 2.0
+    max_unclaimed: int = 5  # so often a job may be taken from the queue and not be claimed
+    ttl_s: float = 5.0
+    cancel_retry_max_s: float = 10.0
+    max_peers: int = 1024
+    own_fence: bool = False  # the transport is two-sided: our own ranks bring the fence down, and P does not
+
+
+class AttemptRecord:
+    """One open attempt. Times are those of the caller's clock."""
+
+    def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
+                 avoid: tuple[str, ...], priority: int):
+        self.attempt = attempt
+        self.avoid = avoid
+        self.priority = priority
+        self.token_ids = token_ids
+        self.block_ids = block_ids
+        self.cached_blocks = cached_blocks
+        self.state = AttemptState.QUEUED
+        self.fenced = False
+        self.given_up = False  # by P, whose writes may land until P, this engine or the generation has ended
+        self.submitted = self.deadline = self.next_put = 0.0
+        self.times_queued = 0  # by the present broker; each time but the last, a P has taken it and has not claimed it
+        self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
+        self.peers_lost_at: float | None = None
+        self.peer = ""
+        self.is_elsewhere = False
+        self.claim = -1
+        self.ranks = 1
+        self.generation = 0  # in which it was granted
+        self.seems_lost = False  # P seems dead
+        self.cancelled_at = 0.0
+        self.writing_at: float | None = None
+        self.arrived: set[int] = set()
+        self.timings = m.Timings()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a prefill engine notes of each job that it was offered, and the bounds of one. `prefill` moves it."""
+import collections
+from enum import Enum
+
+from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.holds import HoldLimits
+from vllm_pd.protocol.peering import PeeringLimits
+
+_MAX_OPEN_RENEWALS = 4  # a lease contains three
+
+
+class JobState(Enum):
+    """Where a job is on P."""
+    PEERING = "peering"
+    CLAIMING = "claiming"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    UNPROVEN = "unproven"
+
+
+class PrefillLimits(PeeringLimits, frozen=True):
+    """Bounds of jobs, besides those of peers. `max_jobs`: without those that are UNPROVEN."""
+    peering_s: float = 5.0
+    claim_wait_s: float = 5.0
+    claim_retry_s: float = 0.5
+    max_jobs: int = 256
+    holds: HoldLimits = HoldLimits()
+
+
+class OpenRenewal:
+    """A renewal of a lease that was sent and has not been answered."""
+
+    def __init__(self, stamp: int, renewed_at: float):
+        self.stamp = stamp
+        self.renewed_at = renewed_at
+
+
+class OfferedJob:
+    """One job. Times are those of the caller's clock."""
+
+    def __init__(self, job: m.Job, now: float):
+        self.job = job
+        self.attempt = job.attempt
+        self.state = JobState.PEERING
+        self.claim = -1
+        self.claimed_at = self.next_claim = 0.0
+        self.peering_until = now
+        self.lease_s = self.lease_until = 0.0
+        self.next_renew = 0.0
+        self.stamp = 0
+        self.renewals: collections.deque[OpenRenewal] = collections.deque(maxlen=_MAX_OPEN_RENEWALS)
+        self.sent_writing = False
+        self.claim_s = 0.0
+        self.generation = 0  # of D, in which it is claimed
+        self.own_generation = 0  # in which its writes begin
+        self.is_elsewhere = False  # D
+        self.stopping_at = self.unproven_until = 0.0
