@@ -154,6 +154,15 @@ def role(engine: Engine, role: Annotated[str, typer.Argument(help="kv_both, kv_p
 
 @app.command()
 @takes_settings
+def gone(engine: Engine, broker: OfBroker, access: Access) -> None:
+    """Tell all engines that the host of this one is off, and stays so. Nothing is waited for that it has. If that was
+    a mistake, nothing is lost: it works with the others again when it is heard."""
+    from vllm_pd.ops.orders import say_gone
+    _show(say_gone(engine, broker, access))
+
+
+@app.command()
+@takes_settings
 def status(broker: OfBroker, access: Access, engine: MaybeEngine = None) -> None:
     """Show the status of an engine; without ENGINE, list the registered engines."""
     from vllm_pd.broker.members import list_members

@@ -102,12 +102,15 @@ class HostedEngine:
         """Wait until it has a prompt prefilled by a peer, with right KV. Returns the seconds that took. It gets one
         prompt of a block after another."""
         begin = time.monotonic()
-        while not self.serve(blocks=1)["remote"]:
-            if time.monotonic() - begin > timeout_s:
-                raise AssertionError(f"{self.host.name}: prompts are still prefilled locally {timeout_s:g} s later: "
-                                     f"{self.report()}\n{self._log_end()}")
+        is_remote = False
+        while not is_remote:
+            is_remote = self.serve(blocks=1)["remote"] == 1
+            if (took_s := time.monotonic() - begin) > timeout_s:
+                raise AssertionError(f"{self.host.name}: prompts were not handed over within {timeout_s:g} s: now, after "
+                                     f"{took_s:.1f} s, {is_remote=}: {self.report()}\n{self._log_end()}")
             time.sleep(0.1)
-        return time.monotonic() - begin
+        print(f"{self.host.name} handed over again after {took_s:.1f} s")
+        return took_s
 
     def rests(self, timeout_s: float) -> float:
         """Wait until nothing is open and every block is free again. Returns the seconds that took. Raises Leak after
@@ -156,6 +159,18 @@ class Fleet:
                        env={**os.environ, **environment})
         host.start([*VLLM_PD, "broker", "--bind", self.url, "--keys", str(self.keys)], subprocess.DEVNULL,
                    host.folder / "broker.log", environment)
+
+    def status(self, host: Host, engine: str) -> set[str]:
+        """The lines of `vllm-pd status ENGINE` on that host."""
+        return set(self._operate(host, "status", engine))
+
+    def say_gone(self, host: Host, engine: str) -> list[str]:
+        """The lines of `vllm-pd gone ENGINE` on that host."""
+        return self._operate(host, "gone", engine)
+
+    def _operate(self, host: Host, command: str, engine: str) -> list[str]:
+        return host.run("env", f"PYTHONPATH={ROOT}", *VLLM_PD, command, engine, "--broker", self.url, "--keys",
+                        str(self.keys)).splitlines()
 
     def engine(self, host: Host, role: str, head_size: int = SMALL_HEAD,
                environment: dict[str, str] | None = None) -> HostedEngine:

@@ -167,6 +167,10 @@ class Host:
         """From now on that device sends at that rate of `tc` at most."""
         self._space.run("tc", "qdisc", "add", "dev", device, *_SHAPED.format(rate=rate).split())
 
+    def drop(self, device: str) -> None:
+        """Its firewall drops whatever comes in by that device, until `accept`."""
+        self._filter(f'iifname "{device}" drop')
+
     def reject(self, other: Host, device: str = "eth0") -> None:
         """Its firewall answers with a reset whatever `other` sends by TCP to that device: connections that are open end
         at once, and new ones are refused to `other`, until `accept`."""

@@ -9,7 +9,8 @@ from tests.hosts.fleet import LARGE_HEAD, Fleet, HostedEngine
 from tests.hosts.rack import Host, Rack
 
 BACK_S = 30.0  # until every block is back: a lease (5 s), the time to notice, and what a busy machine takes
-AGAIN_S = 30.0  # until prompts are handed over again
+AGAIN_S = 10.0  # until prompts are handed over again (B107)
+NOTICED_S = 15.0  # until a pair that can't talk is known: 5 s of silence, 3 s without an answer, and a heartbeat
 SLOW, LONG_BLOCKS = "2mbit", 24  # 6 MiB in 25 s
 RETRIES = 6  # of TCP: the kernel gives a silent connection up after about 25 s instead of 15 min
 WORK_S, PROMPT_EVERY_S = 0.3, 0.25
@@ -78,11 +79,11 @@ def test_b105_b106_a_live_decode_engine_is_taken_for_dead(hosts):
 @pytest.mark.parametrize("fault, seconds, is_loaded", [
     ("d rejects p", 15.0, False), ("d rejects p", 15.0, True), ("p rejects d", 15.0, True),
     ("p d", 60.0, False), ("p d", 60.0, True), ("p > d", 20.0, True), ("d > p", 20.0, True), ("p b", 20.0, True),
-    ("d b", 20.0, True)])
+    ("d b", 20.0, True), ("p d", 35.0, True)])
 def test_b107_a_partition_heals(rack, hosts, fault, seconds, is_loaded):
     """B107: two of broker, P and D do not reach each other for a while, or one does not reach the other. Every prompt
     ends, with right KV; nobody is started again."""
-    for host in hosts:
+    for host in hosts if seconds >= 60.0 else ():
         host.sysctl("ipv4/tcp_retries2", RETRIES)
     p, d = Fleet(hosts[0]).pair(*hosts[1:])
     p.ask("work", WORK_S)
@@ -99,6 +100,64 @@ def test_b107_a_partition_heals(rack, hosts, fault, seconds, is_loaded):
     rack.heal()
     named[one].accept()
     end_well(p, d)
+
+
+def test_b107_a_pair_that_can_not_talk_gets_no_work(rack, hosts):
+    """B107: D is cut off from P, which other Ds reach. Nobody waits for what can't be: D's prompts stay with it, those
+    of others go to P, and both say who can't talk to whom."""
+    broker, prefill, decode = hosts
+    fleet = Fleet(broker)
+    p, d = fleet.pair(prefill, decode)
+    e = fleet.engine(rack.host("e"), "kv_consumer").start()
+    e.wait_until(lambda report: report["prefill_peers"] == 1, "P is there")
+    rack.cut(prefill, decode)
+    d.wait_until(lambda report: report["prefill_peers"] == 0, "D knows", NOTICED_S)
+    p_name, d_name = p.member["incarnation"], d.member["incarnation"]
+    assert p_name in d.report()["degraded"] and "can't reach this one" in d.report()["degraded"]
+    assert fleet.status(broker, p_name) >= {f"  can't reach decode engine {d_name}"}
+    begin = time.monotonic()
+    assert d.serve(4) == {"local": 4} and time.monotonic() - begin < 5.0
+    assert e.serve(8) == {"remote": 8} and not e.report()["degraded"]
+    rack.heal()
+    end_well(p, d)
+    assert not d.report()["degraded"]
+
+
+def test_b107_a_fabric_that_is_cut_costs_few_prompts_their_time(hosts):
+    """B107: KV takes another way than messages, and that way is cut, which nothing but a transfer shows. After a few
+    prompts D leaves P alone for ever longer pauses; then the way is whole again."""
+    broker, prefill, decode = hosts
+    prefill.connect(decode, "fab0", "10.80.0", "100mbit")
+    p, d = Fleet(broker, attempt_deadline_s=4.0).pair(prefill, decode, environment={"UCX_NET_DEVICES": "fab0"})
+    decode.drop("fab0")
+    d.ask("load", PROMPT_EVERY_S)
+    d.wait_until(lambda report: report["prefill_peers"] == 0 and not report["gauges"]["parted"], "D leaves P alone")
+    d.wait_until(lambda report: p.member["incarnation"] in report["degraded"], "it says so")
+    d.ask("load", 0)
+    decode.accept()
+    end_well(p, d)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_b108_an_operator_says_that_a_host_is_gone(rack, hosts, is_gone):
+    """B108: `vllm-pd gone` gives D's blocks back at once, long before the lease is over. It is a mistake: nothing is
+    lost, no block is written while it is free, and the two work together again."""
+    broker, prefill, decode = hosts
+    fleet = Fleet(broker, lease_s=60.0)
+    p, d = fleet.pair(prefill, decode, head_size=LARGE_HEAD)
+    prefill.shape("eth0", SLOW)
+    names = d.submit(1, LONG_BLOCKS)
+    p.wait_until(lambda report: report["handles"] == 1, "P writes")
+    if is_gone:
+        prefill.power_off()
+    begin = time.monotonic()
+    said = fleet.say_gone(broker, p.member["incarnation"])
+    assert any(d.member["incarnation"][:12] in line and "told" in line for line in said)
+    assert d.ended(names) == {"local": 1}
+    d.rests(BACK_S)
+    assert time.monotonic() - begin < 15.0
+    if not is_gone:
+        end_well(p, d)
 
 
 @pytest.mark.parametrize("state", ["computing", "writing"])

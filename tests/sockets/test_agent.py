@@ -611,11 +611,11 @@ def test_b25_a_prefill_engine_that_is_listed_but_does_not_reach_us_is_not_waited
 def test_b41_a_decode_engine_is_met_although_no_descriptor_was_left_when_it_came(broker, engine, monkeypatch):
     connected = []
 
-    def connection(context, address, keys, opened):
+    def connection(context, address, keys, changed, **options):
         connected.append(address)
         if len(connected) == 1:
             raise zmq.ZMQError(errno.EMFILE)
-        return WatchedConnection(context, address, keys, opened)
+        return WatchedConnection(context, address, keys, changed, **options)
 
     monkeypatch.setattr(control_sockets, "WatchedConnection", connection)
     prefill, decode = (engine(Settings(broker.address), role) for role in (m.Role.PREFILL, m.Role.DECODE))

@@ -22,6 +22,7 @@ from vllm_pd.protocol.actions import (
     ToPrefill,
 )
 from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.jobs import PrefillLimits
 from vllm_pd.settings.engine import PDConfig
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -117,6 +118,10 @@ class Fleet:
                 p.prefill.failed(attempt, "the lease is over")
         p.prefill.set_credits(ROOM - len(self.running), 2000 * len(self.running))
 
+    def counted(self, name):
+        """How many prefill engines that one counts."""
+        return self.nodes[name].decode.view().prefill_peers
+
     def reasons(self, since):
         """Of the prompts that came since then and have ended: why, None for those that were prefilled."""
         return [getattr(end, "reason", None) for attempt, end in self.ends.items() if self.submitted[attempt] >= since]
@@ -135,10 +140,12 @@ def fleet():
 def test_b22_jobs_that_can_not_be_claimed_end_soon_and_keep_no_place_from_others(fleet):
     cut_at = fleet.now
     fleet.cut = {"d"}
-    fleet.runs(20.0, d=0.5, e=2.0)
+    fleet.runs(10.0, d=0.5, e=2.0)
+    assert fleet.counted("d") == 0 and fleet.counted("e") == 1, "everybody knows, and d decides by it"
+    fleet.runs(10.0, d=0.5, e=2.0)
     fleet.runs(40.0, e=2.0)
     limits = DecodeLimits()
-    bound = limits.max_unclaimed * limits.claim_retry_s + TICK_S
+    bound = PrefillLimits().claim_wait_s + limits.ttl_s + 2 * TICK_S  # until P knows, and as if there were none
     assert len(fleet.waits["d"]) == 40 and max(fleet.waits["d"]) <= bound < limits.lease_s
     assert collections.Counter(fleet.reasons(cut_at)) == {None: 30, FallbackReason.PEER: 40}
     assert statistics.median(fleet.waits["e"]) < 1.0 and max(fleet.waits["e"]) < 6.0
@@ -149,7 +156,7 @@ def test_b22_jobs_that_can_not_be_claimed_end_soon_and_keep_no_place_from_others
     healed_at = fleet.now
     fleet.runs(5.0, d=0.5)
     fleet.runs(1.0)
-    assert fleet.reasons(healed_at) == [None] * 10
+    assert fleet.reasons(healed_at) == [None] * 10 and fleet.counted("d") == 1
 
 
 def test_b22_granted_jobs_of_a_d_that_is_cut_off_end_with_the_lease(fleet):

@@ -35,6 +35,7 @@ def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
 def may_prefill_for(taker: m.Member, owner: m.Member) -> bool:
     """Whether this member may do jobs of the owner's."""
     return (taker.incarnation != owner.incarnation and taker.role.prefills and not taker.draining
+            and owner.incarnation not in taker.unreached
             and taker.fingerprint.first_difference(owner.fingerprint) is None)
 
 

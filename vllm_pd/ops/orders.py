@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An operator's orders to a running engine: drain, change the role, report the status."""
+import re
 import time
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.call import Call
 
 POLL_S = 0.5
+_INCARNATION = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,29 @@ class Operator:
         self._call.close()
 
 
+def say_gone(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> list[str]:
+    """Tell all registered engines that the host of `engine` is off: the whole incarnation, as fences name it in a
+    status, or the beginning of a registered one. Returns a line with the answer of each. Raises as `find_engine`."""
+    if engine.startswith("tcp://"):
+        raise ConfigError("ENGINE", engine, "write its incarnation, as `vllm-pd status` shows it")
+    is_whole = _INCARNATION.fullmatch(engine) is not None
+    incarnation = engine if is_whole else find_engine(engine, broker, access, timeout_s).incarnation
+    lines: list[str] = []
+    for member in list_members(broker, timeout_s, access).members:
+        if member.incarnation != incarnation:
+            lines.append(f"{introduce(member)}: {_told(member, m.Gone(incarnation), access, timeout_s)}")
+    return lines or ["no other engine is registered"]
+
+
+def _told(member: m.Member, order: m.Message, access: Access, timeout_s: float) -> str:
+    try:
+        with Operator(EngineAddress(member.address, member.incarnation), access) as operator:
+            operator.tell(order, timeout_s)
+    except ControlError as error:
+        return str(error)
+    return "told; new transfer agents, then its blocks are free"
+
+
 def is_drained(reply: m.StatusReply) -> bool:
     """Whether the engine has nothing open and has left the registry."""
     return bool(reply.gauges.get("drained"))
@@ -99,4 +124,6 @@ def describe(reply: m.StatusReply) -> list[str]:
     state = "drained" if is_drained(reply) else "draining" if member.draining else "serving"
     return [f"engine {member.incarnation} at {member.address}: {member.role.value}, {state}",
             *([f"  degraded, {reply.degraded}"] if reply.degraded else []),
+            *(f"  can't reach decode engine {name}" for name in member.unreached),
+            *(f"  {count} fenced for engine {name}" for name, count in reply.fences.items()),
             *(f"  {name:<15} {value}" for name, value in reply.gauges.items())]

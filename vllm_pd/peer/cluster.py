@@ -16,8 +16,9 @@ REFUSAL_KEPT_S = 60.0
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """For the policy. `prefill_peers` counts those that fit, have greeted us, are not known to be dead, and between
-    which and us no transfer has failed that may still land; `mismatch` says why another one does not fit."""
+    """For the policy. `prefill_peers` counts those that fit, have greeted us, reach us, are not known to be dead, and
+    between which and us no transfer has failed that may still land, or several lately; `mismatch` says why another one
+    does not fit."""
     broker_up: bool
     queue_length: int
     prefill_peers: int
@@ -124,9 +125,13 @@ class ClusterView:
                 if name != self.member.incarnation and name not in self._dead]
 
     def prefills(self, greeted: Collection[str]) -> list[str]:
-        """The registered prefill engines that fit and are in `greeted`: one that can't reach us takes no job."""
-        return [member.incarnation for member in self._prefills
-                if member.incarnation in greeted and member.incarnation not in self._seems_dead]
+        """The registered prefill engines that fit, are in `greeted` and reach us: no other takes a job of ours."""
+        return [member.incarnation for member in self._prefills if member.incarnation in greeted
+                and member.incarnation not in self._seems_dead and self.member.incarnation not in member.unreached]
+
+    def not_reaching_us(self) -> list[m.Member]:
+        """The registered prefill engines that fit and say that this engine does not answer them."""
+        return [member for member in self._prefills if self.member.incarnation in member.unreached]
 
     def refused(self, now: float, mismatch: str) -> None:
         """A peer did not fit when it sent a message to us."""

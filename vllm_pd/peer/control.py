@@ -74,7 +74,7 @@ class ControlSession(Session):
             return False
         if self._cluster.heard_of(sender):
             logger.error("engine %s, on another machine, seemed dead and lives: something between the two cuts "
-                         "connections off. They work together again", sender)
+                         "connections off, or somebody said that it was gone. They work together again", sender)
         half = self._decode if source is MessageSource.PREFILL else self._prefill
         self._do(half.receive(self._clock(), sender, message))
         return True
@@ -120,6 +120,8 @@ class ControlSession(Session):
         self._do(self._decode.handle_timeout(now))
         self._do(self._prefill.handle_timeout(now))
         self._check_generations(now)
+        if self.state.set_unreached(self._prefill.unreached_peers()):
+            self._core.state_changed()
         degraded = self._operators.degraded()
         if degraded != self.last_degraded:
             self.last_degraded = degraded
@@ -170,6 +172,7 @@ class ControlSession(Session):
         """That process is gone, as a fact."""
         now = self._clock()
         self._cluster.dead(incarnation)
+        self._core.failed_paths.forget(incarnation)
         self._do(self._decode.peer_dead(now, incarnation))
         self._do(self._prefill.peer_dead(now, incarnation))
 
@@ -183,10 +186,31 @@ class ControlSession(Session):
         if not is_elsewhere(self.member, member):
             self.peer_dead(incarnation)
             return
-        now = self._clock()
+        self._seems_dead(member, "can't be reached: its lifeline refuses")
+
+    @locked
+    def operator_says_gone(self, incarnation: str) -> str:
+        """An operator says that the host of this engine is off. It is taken for one that can't be reached, and not at
+        the operator's word for dead: what it could still do here is ended by this engine's own act. Returns why not,
+        empty where it is done."""
+        member = {**self._decode.peers, **self._prefill.peers()}.get(incarnation)
+        if member is None:
+            return "" if self._cluster.is_dead(incarnation) else "this engine has nothing to do with it"
+        if not is_elsewhere(self.member, member):
+            return "it is on the machine of this engine, which sees for itself whether its processes exist"
+        self._seems_dead(member, "is gone, says an operator")
+        return ""
+
+    @locked
+    def disconnected(self, incarnation: str) -> None:
+        """The connection that we had opened to that decode engine has ended."""
+        self._prefill.disconnected(self._clock(), incarnation)
+
+    def _seems_dead(self, member: m.Member, why: str) -> None:
+        now, incarnation = self._clock(), member.incarnation
         if self._cluster.seems_dead(now, incarnation):
-            logger.error("engine %s at %s, on another machine, can't be reached: its lifeline refuses. What it was to "
-                         "do is done without it", incarnation, member.address)
+            logger.error("engine %s at %s, on another machine, %s. What it was to do is done without it", incarnation,
+                         member.address, why)
         self._do(self._decode.peer_seems_dead(now, incarnation))
         self._do(self._prefill.peer_seems_dead(now, incarnation))
 

@@ -13,12 +13,22 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from vllm_pd.peer.cluster import ClusterView
 from vllm_pd.peer.credits import JobCredits
+from vllm_pd.peer.failed_paths import FailedPaths
 from vllm_pd.peer.own_jobs import OwnJobs
 from vllm_pd.peer.posted_jobs import PostedJobs
 from vllm_pd.peer.state import EngineState
 from vllm_pd.peer.step_watch import HUNG_S, StepWatch
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.actions import EVENTS, Action, AddPeer, DropPeer, Event, Prefill
+from vllm_pd.protocol.actions import (
+    EVENTS,
+    Action,
+    AddPeer,
+    DropPeer,
+    Event,
+    Fallback,
+    FallbackReason,
+    Prefill,
+)
 from vllm_pd.protocol.attempts import DecodeLimits
 from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import Generations
@@ -60,6 +70,8 @@ class PeerCore:
         self.refusal = ""  # why every job is refused
         self.own_jobs = OwnJobs() if config.decides_by_time else None
         self.posted = PostedJobs()
+        self.failed_paths = FailedPaths()
+        self.last_number = -1  # of this engine's attempts
         self.ttl_s = config.ttl_s
         self.broker = config.broker
         self.wakeup: Callable[[], None] | None = None
@@ -82,6 +94,8 @@ class PeerCore:
             if isinstance(action, Prefill) and self.refusal:
                 self.do(self.prefill_half.failed(self.clock(), action.attempt, self.refusal))
             elif isinstance(action, EVENTS):
+                if isinstance(action, Fallback) and self._failed_on_the_way(action):
+                    self.failed_paths.failed(self.clock(), action.peer, action.attempt.number, self.last_number)
                 if self._is_for_ranks(action):
                     self.events.append(action)
                     self.announced = False
@@ -89,6 +103,11 @@ class PeerCore:
                 self.outbox.append(action)
         if actions:
             self.wake()
+
+    def _failed_on_the_way(self, end: Fallback) -> bool:
+        """Whether it is not P's own word that ended it, or that word was that a transfer has failed."""
+        return bool(end.peer) and (end.reason in (FallbackReason.LEASE, FallbackReason.DEADLINE)
+                                   or end.peer in self.generations.parted)
 
     def _is_for_ranks(self, event: Event) -> bool:
         """False for the drop of a P that was read from and, as a D, is written to."""
@@ -107,7 +126,7 @@ class PeerCore:
 
     def greeted(self) -> set[str]:
         """The prefill engines that have greeted this one and can hand a prefill over to it."""
-        return self.decode_half.peers.keys() - self.generations.parted
+        return self.decode_half.peers.keys() - self.generations.parted - self.failed_paths.avoided(self.clock())
 
     def jobs(self) -> set[m.Attempt]:
         """The jobs of peers that something is still done for here."""

@@ -21,14 +21,13 @@ class DecodeSession(Session):
 
     def __init__(self, core: PeerCore):
         super().__init__(core)
-        self._last_number = -1
         self._posts = True
 
     @locked
     def next_attempt(self, request_id: str) -> m.Attempt:
         """A new attempt for this request; its number is larger than that of any before it."""
-        self._last_number += 1
-        return m.Attempt(self.member.incarnation, request_id, self._last_number)
+        self._core.last_number += 1
+        return m.Attempt(self.member.incarnation, request_id, self._core.last_number)
 
     @locked
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
@@ -38,8 +37,10 @@ class DecodeSession(Session):
         caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
         if self._is_shut_for(attempt):
             return
-        self._do(self._decode.submit(self._clock(), attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s,
-                                     priority))
+        now = self._clock()
+        failed = self._core.failed_paths.avoided(now).difference(avoid)
+        avoid = (*avoid, *sorted(failed))[:m.MAX_AVOIDED]
+        self._do(self._decode.submit(now, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority))
 
     @locked
     def post_job(self, attempt: m.Attempt, url: str, request_id: str) -> None:

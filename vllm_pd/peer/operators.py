@@ -6,6 +6,7 @@ Sans-IO; each method holds the lock.
 """
 import collections
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from vllm_pd.peer.core import Session, locked
@@ -14,6 +15,8 @@ from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.attempts import AttemptState
 
 logger = logging.getLogger("vllm.pd")
+
+SHOWN_NAMES = 3
 
 _OTHER_WEIGHTS = ("the weights of this engine were replaced while it ran: it takes no jobs of others and hands none "
                   "over; restart it")
@@ -68,7 +71,7 @@ class OperatorSession(Session):
         gauges = {**self.counts(), "sockets": sockets, **self.state.gauges()}
         degraded = self.degraded()
         return m.StatusReply(self.state.member(), problem, gauges,
-                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}")
+                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}", self._fences())
 
     @locked
     def degraded(self) -> Degraded | None:
@@ -82,8 +85,9 @@ class OperatorSession(Session):
         if not self._cluster.up:
             return Degraded(Cause.BROKER, f"the broker {self._core.broker} does not answer")
         decodes, unadded = self.state.role.decodes, self._prefill.unadded_peers()
+        unreached = self._prefill.unreached_peers()
         if (self._cluster.prefills(self._core.greeted()) if decodes
-                else self._prefill.peers().keys() - self._parted - unadded.keys()):
+                else self._prefill.peers().keys() - self._parted - unadded.keys() - set(unreached)):
             return None
         for name, reason in unadded.items():
             if not decodes and name not in self._parted:
@@ -91,8 +95,25 @@ class OperatorSession(Session):
         mismatch = self._cluster.find_mismatch(self._clock())
         if mismatch is not None and not self._parted:
             return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
-        parted = ", but one whose transfers with this one have failed: both make new agents" if self._parted else ""
-        return Degraded(Cause.PEER, f"no {'prefill' if decodes else 'decode'} engine is there{parted}")
+        kind = "prefill" if decodes else "decode"
+        return Degraded(Cause.PEER, f"no {kind} engine is there{self._why_not_those(decodes, unreached)}")
+
+    def _why_not_those(self, decodes: bool, unreached: list[str]) -> str:
+        """What keeps this engine from working with the engines that are there, each named."""
+        if self._parted:
+            return f", but {_list(self._parted)}, whose transfers with this one have failed: both make new agents"
+        if not decodes:
+            return f", but {_list(unreached)}, which this one can't reach" if unreached else ""
+        if not_reaching := [one.incarnation for one in self._cluster.not_reaching_us()]:
+            return f", but {_list(not_reaching)}, which can't reach this one at {self.member.address}"
+        failed = self._core.failed_paths.avoided(self._clock())
+        return f", but {_list(failed)}, to which prompts went in vain: it is tried again soon" if failed else ""
+
+    def _fences(self) -> dict[str, int]:
+        """How many attempts of ours each peer may still write, and how many holds of ours it may read; the first."""
+        writers = () if self._decode.limits.own_fence else self._decode.fenced().values()
+        readers = [one.incarnation for one in self._prefill.holds.states().values() if one is not None]
+        return dict(collections.Counter([*writers, *readers]).most_common(m.MAX_FENCES))
 
     @locked
     def lasting_attempts(self) -> set[m.Attempt]:
@@ -131,6 +152,7 @@ class OperatorSession(Session):
             "parted": len(self._parted),
             "generation": self._core.generations.current,
             "unadded": len(self._prefill.unadded_peers()),
+            "unreached": len(self._prefill.unreached_peers()),
         }
 
     @locked
@@ -160,6 +182,12 @@ class OperatorSession(Session):
     def bring_forward(self, until: float, leases: bool) -> int:
         """For tests alone, see `DecodeProtocol`. `until`: by this engine's clock."""
         return self._decode.bring_forward(until, leases)
+
+
+def _list(names: Collection[str]) -> str:
+    """The first of these engines, for a sentence."""
+    first = ", ".join(sorted(names)[:SHOWN_NAMES])
+    return first if len(names) <= SHOWN_NAMES else f"{first} and {len(names) - SHOWN_NAMES} more"
 
 
 def merged(**counters: m.Counters) -> dict[str, int]:

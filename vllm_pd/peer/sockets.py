@@ -51,6 +51,7 @@ class ControlSockets:
         self._peer_of: dict[zmq.Socket, str] = {}
         self._monitored: dict[zmq.Socket, WatchedConnection] = {}  # by monitor
         self._hello: m.Hello | None = None  # the last one to a decode engine; it is the same for all
+        self._disconnected: set[str] = set()  # decode engines
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._operators: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         gate: Gate | None = None
@@ -159,15 +160,19 @@ class ControlSockets:
             remember(self._routes, sender, frames[0], MAX_ROUTES)
         return source, sender, message
 
-    def connect(self, peer: str, address: str) -> None:
-        """Open a connection to a decode engine, unless there is one. A bad address is counted, and so is that no
-        descriptor is left: that peer does not answer then."""
+    def connect(self, peer: str, address: str, is_elsewhere: bool = False) -> None:
+        """Open a connection to a decode engine, unless there is one. One `is_elsewhere` that is silent ends, and takes
+        the place of one that does not. A bad address is counted, and so is that no descriptor is left: that peer does
+        not answer then."""
         if peer in self._decode:
-            return
+            if not is_elsewhere or self._decode[peer].ends_when_silent:
+                return
+            self.disconnect(peer)
         try:
             if not address.startswith("tcp://"):
                 raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
-            connection = WatchedConnection(self._context, address, self._keys, lambda: self._introduce(peer))
+            connection = WatchedConnection(self._context, address, self._keys, lambda: self._changed(peer),
+                                           ends_when_silent=is_elsewhere)
         except zmq.ZMQError:
             self.counters["address_bad"] += 1
             return
@@ -207,10 +212,17 @@ class ControlSockets:
                 return SendResult.FULL
         return self._send(None if connection is None else connection.socket, None, message)
 
-    def _introduce(self, peer: str) -> None:
-        """A connection to this decode engine was opened."""
-        if self._hello is not None:
+    def _changed(self, peer: str) -> None:
+        """A connection to this decode engine was opened, or has ended."""
+        if not self._decode[peer].is_open():
+            self._disconnected.add(peer)
+        elif self._hello is not None:
             self._send(self._decode[peer].socket, None, self._hello)
+
+    def take_disconnected(self) -> set[str]:
+        """The decode engines whose connections have ended since the last call, and were not closed by us."""
+        found, self._disconnected = self._disconnected, set()
+        return found
 
     def is_connected(self, peer: str, hello: m.Hello, reply: m.HelloReply) -> bool:
         """Whether a connection between that engine and us is still open: the one that it has opened as a prefill

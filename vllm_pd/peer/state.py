@@ -24,6 +24,7 @@ class EngineState:
         self.has_other_weights = False  # than those of its fingerprint
         self.listed_as_draining = False
         self.http = member.http
+        self.unreached: tuple[str, ...] = ()
         self._load: m.Load | None = None
 
     @property
@@ -47,7 +48,7 @@ class EngineState:
     def member(self) -> m.Member:
         """This engine at this moment."""
         return msgspec.structs.replace(self._born, role=self.role, draining=self.draining, http=self.http,
-                                       load=self._load or m.Load())
+                                       load=self._load or m.Load(), unreached=self.unreached)
 
     def set_load(self, load: m.Load) -> bool:
         """How busy the engine is. Returns whether this is the first load since the drain began."""
@@ -62,6 +63,12 @@ class EngineState:
     def set_http(self, http: str) -> bool:
         """The front end serves at this URL. Returns whether that is a change."""
         changed, self.http = http != self.http, http
+        return changed
+
+    def set_unreached(self, names: list[str]) -> bool:
+        """These decode engines do not answer; the first of them are told. Returns whether that is a change."""
+        unreached = tuple(sorted(names)[:m.MAX_UNREACHED])
+        changed, self.unreached = unreached != self.unreached, unreached
         return changed
 
     def set_role(self, role: m.Role) -> str:

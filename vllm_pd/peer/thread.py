@@ -125,6 +125,8 @@ class ControlThread:
     def _turn(self) -> None:
         """Wait and receive. First send what comes of it, for which others wait; then do what is due, and send that."""
         self._receive_all(self._timeout_s())
+        for peer in self.sockets.take_disconnected():
+            self._control.disconnected(peer)
         self._transmit()
         self._wake_engine()
         self._lifeline.accept_waiting()
@@ -188,6 +190,8 @@ class ControlThread:
             self._protocol.operators.drain()
         elif isinstance(message, m.SetRole):
             problem = self._protocol.operators.set_role(message.role)
+        elif isinstance(message, m.Gone):
+            problem = self._control.operator_says_gone(message.incarnation)
         elif source is MessageSource.FRONT and message.http:
             self._protocol.operators.set_http(message.http)
         status = self._protocol.operators.status(self.count_sockets(), problem)
@@ -248,7 +252,7 @@ class ControlThread:
         elif isinstance(action, ToPrefill):
             self.sockets.to_prefill(action.peer, action.message)
         elif isinstance(action, Connect):
-            self.sockets.connect(action.peer, action.address)
+            self.sockets.connect(action.peer, action.address, action.is_elsewhere)
         elif isinstance(action, Disconnect):
             self.sockets.disconnect(action.peer)
         elif isinstance(action, PostJob | StopPost) and self._poster is not None:

@@ -164,9 +164,11 @@ class ToDecode(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Open a connection to a decode engine, unless there is one."""
+    """Open a connection to a decode engine, unless there is one. `is_elsewhere`: it is known to be on another machine,
+    so the connection is to be given up when it is silent."""
     peer: str
     address: str
+    is_elsewhere: bool = False
 
 
 class Disconnect(msgspec.Struct, frozen=True):

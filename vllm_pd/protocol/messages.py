@@ -26,6 +26,8 @@ MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
 MAX_LOADS = 256  # of prefill engines, in one answer of the broker
 MAX_AVOIDED = 16
+MAX_UNREACHED = 64  # of one P; each is told to everybody
+MAX_FENCES = 1024  # peers, in one status
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
 SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
 
@@ -138,7 +140,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     that can write, so that another process in the same process namespace of the same boot can see by fact whether any
     still exists; `lifeline` is a listening socket that nothing but the end of the process closes, for all others.
     `draining`: it takes no new jobs. `http`: the base URL of its OpenAI server, as far as it has one and others can
-    reach it."""
+    reach it. `unreached`: decode engines that do not answer it, so it takes no jobs of theirs."""
     incarnation: Name
     role: Role
     address: Text
@@ -149,6 +151,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     lifeline: Text = ""
     draining: bool = False
     http: Text = ""
+    unreached: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_UNREACHED)] = ()
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
@@ -442,18 +445,25 @@ class SetRole(WireMessage):
     role: Role
 
 
+class Gone(WireMessage):
+    """The host of that engine is off, says who knows: wait for nothing that it has."""
+    incarnation: Name
+
+
 class Status(WireMessage):
     """Request a StatusReply. The engine's own front end sends with it where it serves."""
     http: Text = ""
 
 
 class StatusReply(WireMessage):
-    """Answer to the three above. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
-    `degraded` says why the engine has nobody to work with, empty where it has."""
+    """Answer to the four above. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
+    `degraded` says why the engine has nobody to work with, empty where it has. `fences`: how many attempts each peer
+    may still write or read here."""
     member: Member
     problem: Text = ""
     gauges: dict[Name, Count] = {}
     degraded: Text = ""
+    fences: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_FENCES)] = {}
 
 
 # Between an engine and its own front end.
@@ -479,15 +489,15 @@ TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, 
                                             HoldDenied, HoldQuery)
 TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel, ClaimHold, HoldDone)
 TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
-TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Status)  # from an operator
+TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Gone, Status)  # from an operator
 TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
 FROM_FRONT: tuple[type[WireMessage], ...] = (*TO_ENGINE, DirectJob)
 FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
            | GaveUp | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer
-           | ListMembers | Drain | SetRole | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied | HoldQuery
-           | HoldDone | DirectJob | DirectJobTaken | DirectJobEnd)
+           | ListMembers | Drain | SetRole | Gone | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied
+           | HoldQuery | HoldDone | DirectJob | DirectJobTaken | DirectJobEnd)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -5,7 +5,8 @@ Life of one: the registry or a job names it, and it is greeted (GREETED) until i
 until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write there,
 and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again. A peer that our
 transport could not add is UNADDED for a while, and is then dropped and greeted again. One that does not answer any more
-keeps its state, and is greeted until a message of it comes.
+keeps its state, and is greeted until a message of it comes. Meanwhile it is `unreached`: everybody is told that no job
+of it is to come here.
 
 A D that has a new generation of transfer agents (`generations`) says so by itself, and is added under its new name. The
 old name is dropped when nothing goes on under it.
@@ -17,7 +18,7 @@ import msgspec
 
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
-from vllm_pd.protocol.generations import Generations
+from vllm_pd.protocol.generations import Generations, is_elsewhere
 from vllm_pd.protocol.names import generation_name
 
 _NEVER = float("inf")
@@ -33,8 +34,9 @@ class PeerState(Enum):
 
 
 class PeeringLimits(msgspec.Struct, frozen=True):
-    """Bounds of peers."""
+    """Bounds of peers. One that has not answered a Hello for `answer_s` is unreached."""
     hello_retry_s: float = 0.5
+    answer_s: float = 3.0
     add_retry_s: float = 30.0
     ttl_s: float = 5.0
     max_peers: int = 1024
@@ -48,12 +50,14 @@ class Peer:
         self.address = address
         self.state = PeerState.GREETED
         self.member: m.Member | None = None
-        self.next_hello = 0.0  # of one that is greeted; of one that is UNADDED: when it is greeted again
+        self.is_elsewhere = False  # on another machine, as far as is known
+        self.asked_at: float | None = None  # the first Hello that is not answered
+        self.next_hello = 0.0  # of one that was asked; of one that is UNADDED: when it is greeted again
         self.last_heard = 0.0
         self.missing_since: float | None = None
         self.problem = ""  # why our transport could not add it, at the last try
         self.wanted = False  # the registry or a job named it while it was leaving
-        self.unanswered = False  # it has not answered in time, and no message of it has come since
+        self.is_unreached = False  # it has not answered in time, and no message of it has come since
         self.generation = 0  # in which it can be written to
         self.oldest = 0  # in none before this one anything lands there, unless it is on this machine
         self.added: tuple[int, ...] = ()  # those that our transport was asked to add, the newest last
@@ -102,10 +106,17 @@ class Peering:
         """Those that our transport could not add, and why."""
         return {name: peer.problem for name, peer in self._peers.items() if peer.state is PeerState.UNADDED}
 
+    def unreached(self) -> list[str]:
+        """Those that do not answer, and are not known to be gone."""
+        return [name for name, peer in self._peers.items()
+                if peer.is_unreached and peer.state in (PeerState.GREETED, PeerState.PEER, PeerState.UNADDED)]
+
     # Coming.
 
-    def greet(self, now: float, incarnation: str, address: str) -> tuple[Peer | None, list[Action]]:
-        """The peer of this name, greeted if it is new; None where there are too many."""
+    def greet(self, now: float, incarnation: str, address: str,
+              member: m.Member | None = None) -> tuple[Peer | None, list[Action]]:
+        """The peer of this name, greeted if it is new; None where there are too many. `member`: its entry in the
+        registry, where that is known."""
         peer = self._peers.get(incarnation)
         if peer is not None:
             peer.wanted = peer.state is PeerState.LEAVING
@@ -115,17 +126,27 @@ class Peering:
             return None, []
         peer = self._peers[incarnation] = Peer(incarnation, address)
         peer.last_heard = peer.missing_since = now  # until the registry lists it
-        peer.next_hello = now + self.limits.hello_retry_s
-        return peer, [Connect(incarnation, address), self.introduce(incarnation)]
+        peer.is_elsewhere = member is not None and is_elsewhere(self.member, member)
+        return peer, [Connect(incarnation, address, peer.is_elsewhere), self.introduce(now, peer)]
 
-    def introduce(self, incarnation: str) -> Action:
+    def introduce(self, now: float, peer: Peer) -> Action:
         """The Hello to send to it."""
-        return ToDecode(incarnation, self.hello)
+        self.ask(now, peer)
+        if peer.state is not PeerState.UNADDED:
+            peer.next_hello = now + self.limits.hello_retry_s
+        return ToDecode(peer.incarnation, self.hello)
 
-    def introduce_again(self) -> list[Action]:
+    def introduce_again(self, now: float) -> list[Action]:
         """The Hellos for those that can read here, which are to know our new generation."""
-        return [self.introduce(peer.incarnation) for peer in self._peers.values()
+        return [self.introduce(now, peer) for peer in self._peers.values()
                 if peer.state in (PeerState.PEER, PeerState.UNADDED)]
+
+    def ask(self, now: float, peer: Peer) -> None:
+        """From now on it gets Hellos until a message of it comes."""
+        if peer.asked_at is None:
+            peer.asked_at = now
+            if peer.state is not PeerState.UNADDED:
+                peer.next_hello = now
 
     def members_are(self, now: float, members: list[m.Member]) -> list[Action]:
         """The registry lists these. Fitting decode engines are greeted before they send their first job. One that was a
@@ -137,7 +158,7 @@ class Peering:
         for member in members:
             if ((member.role.decodes or member.incarnation in self._met) and member.incarnation != us.incarnation
                     and us.fingerprint.first_difference(member.fingerprint) is None):
-                actions += self.greet(now, member.incarnation, member.address)[1]
+                actions += self.greet(now, member.incarnation, member.address, member)[1]
         for peer in self._peers.values():
             if peer.incarnation in listed:
                 peer.missing_since = None
@@ -146,7 +167,9 @@ class Peering:
         return actions
 
     def accept(self, peer: Peer, message: m.HelloReply) -> list[Action]:
-        """It has answered, and fits: it is a peer, in this generation."""
+        """It has answered, and fits: it is a peer, in this generation. Where it is known to be elsewhere only now, the
+        connection is to be of that kind."""
+        was_elsewhere, peer.is_elsewhere = peer.is_elsewhere, is_elsewhere(self.member, message.member)
         peer.member = message.member
         peer.state = PeerState.PEER
         peer.generation = message.generation
@@ -155,7 +178,10 @@ class Peering:
         self._met[peer.incarnation] = None
         if len(self._met) > self.limits.max_peers:
             del self._met[next(iter(self._met))]
-        return [AddPeer(peer.name, message.transfer_metadata)]
+        actions: list[Action] = [AddPeer(peer.name, message.transfer_metadata)]
+        if peer.is_elsewhere and not was_elsewhere:
+            actions.append(Connect(peer.incarnation, peer.address, True))
+        return actions
 
     def unadded(self, now: float, peer: Peer, reason: str) -> None:
         """Our transport could not add this peer."""
@@ -165,15 +191,14 @@ class Peering:
     def not_answered(self, now: float, incarnation: str) -> None:
         """This peer has not answered in time. Until `heard` it gets Hellos, and no job of it may wait here."""
         peer = self._peers.get(incarnation)
-        if peer is not None and not peer.unanswered:
-            peer.unanswered = True
-            if peer.state is PeerState.PEER:
-                peer.next_hello = now
+        if peer is not None and peer.state is not PeerState.REFUSED:
+            peer.is_unreached = True
+            self.ask(now, peer)
 
     def heard(self, now: float, peer: Peer) -> None:
         """A message of it has come."""
         peer.last_heard = now
-        peer.unanswered = False
+        peer.asked_at, peer.is_unreached = None, False
 
     # Going.
 
@@ -218,7 +243,7 @@ class Peering:
     # Time.
 
     def due(self, now: float) -> list[Peer]:
-        """Those that are lost, where `is_silent`, or else to be greeted again with `greet_again`."""
+        """Those that are lost, where `is_silent`, or else unreached, or to be greeted again, with `greet_again`."""
         return [peer for peer in self._peers.values() if self._due(peer) <= now]
 
     def is_silent(self, now: float, peer: Peer) -> bool:
@@ -228,13 +253,17 @@ class Peering:
     def greet_again(self, now: float, peer: Peer, is_in_use: bool) -> list[Action]:
         """Send Hello once more, and connect where that was not possible before. One that is UNADDED is dropped first,
         for some of our ranks may have added it: not while it `is_in_use`, by those."""
-        peer.next_hello = now + self.limits.hello_retry_s
+        if now >= self._unreached_at(peer):
+            peer.is_unreached = True
+        if now < peer.next_hello:
+            return []
         if peer.state is not PeerState.UNADDED:
-            return [Connect(peer.incarnation, peer.address), self.introduce(peer.incarnation)]
+            return [Connect(peer.incarnation, peer.address, peer.is_elsewhere), self.introduce(now, peer)]
         if is_in_use:
+            peer.next_hello = now + self.limits.hello_retry_s
             return []
         peer.state = PeerState.GREETED
-        return [*self._drop_added(peer), self.introduce(peer.incarnation)]
+        return [*self._drop_added(peer), self.introduce(now, peer)]
 
     def next_timeout(self) -> float:
         """When a peer is next `due`; infinite where none is."""
@@ -243,8 +272,12 @@ class Peering:
     def _due(self, peer: Peer) -> float:
         if peer.state is PeerState.LEAVING:
             return _NEVER
-        is_tried = peer.unanswered or peer.state in (PeerState.GREETED, PeerState.UNADDED)
-        return min(peer.next_hello if is_tried else _NEVER, self._missed_at(peer))
+        is_tried = peer.asked_at is not None or peer.state in (PeerState.GREETED, PeerState.UNADDED)
+        return min(peer.next_hello if is_tried else _NEVER, self._unreached_at(peer), self._missed_at(peer))
+
+    def _unreached_at(self, peer: Peer) -> float:
+        """When it becomes unreached; infinite where it is, or was not asked."""
+        return _NEVER if peer.is_unreached or peer.asked_at is None else peer.asked_at + self.limits.answer_s
 
     def _missed_at(self, peer: Peer) -> float:
         if peer.missing_since is None:

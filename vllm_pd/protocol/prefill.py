@@ -151,7 +151,7 @@ class PrefillProtocol:
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
             return self._drop("offer_refused_peer")
-        if peer.unanswered:  # its jobs would take the places of others' jobs, and would never be claimed
+        if peer.is_unreached:  # its jobs would take the places of others' jobs, and would never be claimed
             return self._drop("offer_silent_peer")
         record = self._jobs[attempt] = OfferedJob(job, now)
         record.peering_until = now + min(self.limits.peering_s, job.deadline_s)
@@ -215,6 +215,12 @@ class PrefillProtocol:
         self._peering.not_answered(now, incarnation)
         return self._stop_jobs(now, incarnation)
 
+    def disconnected(self, now: float, incarnation: str) -> None:
+        """The connection to this D has ended. It opens again by itself if that can be: then D is asked."""
+        peer = self._peering.find(incarnation)
+        if peer is not None and peer.state is PeerState.PEER:
+            self._peering.ask(now, peer)
+
     # The generations: see `generations.Half`.
 
     def doubts_at(self) -> float:
@@ -236,7 +242,7 @@ class PrefillProtocol:
 
     def renewed(self, now: float) -> list[Action]:
         """See Half."""
-        return self._peering.introduce_again()
+        return self._peering.introduce_again(now)
 
     def close(self, now: float) -> list[Action]:
         """See Half. A write that goes on ends with the agents that it goes through, and is told as one that failed."""
@@ -321,6 +327,10 @@ class PrefillProtocol:
     def peers(self) -> dict[str, m.Member]:
         """Decode engines that have answered."""
         return self._peering.members()
+
+    def unreached_peers(self) -> list[str]:
+        """Decode engines that do not answer: this engine can't do anything for them."""
+        return self._peering.unreached()
 
     def unadded_peers(self) -> dict[str, str]:
         """Decode engines that the transport could not add, and why."""
@@ -420,7 +430,7 @@ class PrefillProtocol:
         job.state = JobState.PEERING
         job.claim = -1
         job.next_claim = now + self.limits.claim_retry_s / 10
-        return [self._peering.introduce(sender)]
+        return [self._peering.introduce(now, self._peering.find(sender))]
 
     def _on_renewed(self, now: float, sender: str, message: m.Renewed) -> list[Action]:
         job = self._held(sender, message, JobState.RUNNING)
@@ -458,7 +468,7 @@ class PrefillProtocol:
                 return self._drop("hold_not_peer")  # it asks again
             if message.generation != self.generations.current:  # it asks again, once it knows the present one
                 self.dropped["hold_generation"] += 1
-                return [self._peering.introduce(sender)]
+                return [self._peering.introduce(now, self._peering.find(sender))]
         member = self._peering.find(sender).member
         return self.holds.claim(now, sender, message, member is not None and is_elsewhere(self.member, member))
 

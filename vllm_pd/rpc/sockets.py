@@ -23,10 +23,12 @@ RECONNECT_MAX_MS = 500
 HANDSHAKE_MS = 2000
 # Firewalls and NAT forget a connection that is idle for minutes. The probes keep it in their tables. They end one that
 # is not answered no sooner than Linux ends one with unacknowledged data (tcp_retries2), and TCP_MAXRT is not set: where
-# a firewall refuses new connections in a peer's place, the open one shows that the peer lives (`peer.liveness.rules`).
+# a firewall refuses new connections in the place of a peer on this machine, the open one shows that the peer lives
+# (`peer.liveness.rules`).
 KEEPALIVE_S = 30
 KEEPALIVE_PROBES = 30
-# To the broker, whose open connection proves nothing. After a cut TCP's own retries may come half a minute apart.
+# To the broker, and to an engine on another machine: an open connection proves nothing there, and after a cut TCP's own
+# retries may come half a minute apart.
 HEARTBEAT_MS = 1000
 SILENT_MS = 5000  # libzmq's threads answer, so a busy process is not silent
 # To anybody. While nothing answers, the kernel tries again after growing pauses, soon half a minute long.
@@ -88,9 +90,7 @@ def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Ke
     waits for it, for as long as TCP does. Raises zmq.ZMQError for a bad address."""
     socket = _dealer(context, address, only_connected, keys)
     if only_connected:
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)  # the broker forgets the old connection as soon
+        _end_when_silent(socket)
     try:
         socket.connect(address)
     except zmq.ZMQError:
@@ -100,10 +100,13 @@ def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Ke
 
 
 def monitored_client(context: zmq.Context, address: str, events: int,
-                     keys: Keys | None = None) -> tuple[zmq.Socket, zmq.Socket]:
+                     keys: Keys | None = None, ends_when_silent: bool = False) -> tuple[zmq.Socket, zmq.Socket]:
     """As `client`, without `only_connected`, and the socket at which libzmq reports these events of its connections,
-    from the first one on. To be closed with `close_monitored`."""
+    from the first one on. To be closed with `close_monitored`. `ends_when_silent`: a connection whose other end is
+    silent for SILENT_MS is replaced."""
     socket = _dealer(context, address, False, keys)
+    if ends_when_silent:
+        _end_when_silent(socket)
     monitor: zmq.Socket | None = None
     try:
         monitor = socket.get_monitor_socket(events)
@@ -123,6 +126,12 @@ def close_monitored(socket: zmq.Socket, monitor: zmq.Socket | None, linger_ms: i
         socket.disable_monitor()
         monitor.close(linger=0)
     socket.close(linger=linger_ms)
+
+
+def _end_when_silent(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)  # the other end forgets the old connection as soon
 
 
 def _dealer(context: zmq.Context, address: str, only_connected: bool, keys: Keys | None) -> zmq.Socket:

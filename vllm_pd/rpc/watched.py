@@ -20,19 +20,21 @@ MAX_DOUBTS = 2  # how often a connection on which the peer has not spoken is tak
 
 class WatchedConnection:
     """Owns `socket`, and `monitor`, from which `read_monitor` has to be called when it is readable. Used by one thread.
-    `opened` is called, from any method, each time that a connection has been opened: the first and each later one.
-    Raises zmq.ZMQError where the address is bad, or no socket is left."""
+    `changed` is called, from any method, each time that a connection has been opened, the first and each later one, or
+    has ended. `ends_when_silent`: also where the peer is silent for some seconds. Raises zmq.ZMQError where the address
+    is bad, or no socket is left."""
 
     def __init__(self, context: zmq.Context, address: str, keys: Keys | None = None,
-                 opened: Callable[[], None] = lambda: None):
-        self._opened = opened
+                 changed: Callable[[], None] = lambda: None, ends_when_silent: bool = False):
+        self.ends_when_silent = ends_when_silent
+        self._changed = changed
         self._is_open = False  # the handshake of a connection is done
         self._is_first = True  # no connection was open before
         self._is_empty = False  # what was sent on earlier connections has been received
         self._is_proven = False  # the peer has spoken on this connection
         self._doubts = 0  # since a connection was proven
         self.socket, self.monitor = sockets.monitored_client(
-            context, address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED, keys)
+            context, address, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED, keys, ends_when_silent)
 
     def heard(self) -> None:
         """A message of the peer has come."""
@@ -64,14 +66,15 @@ class WatchedConnection:
 
     def read_monitor(self) -> None:
         """Take what libzmq has reported. If it is not read for long, libzmq's thread waits."""
-        is_new = False
+        has_changed = False
         while (frames := sockets.receive(self.monitor)) is not None:
-            self._is_open = is_new = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            has_changed = True
+            self._is_open = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             self._is_empty = self._is_open and self._is_first
             self._is_first &= not self._is_open
             self._is_proven = False
-        if is_new:
-            self._opened()
+        if has_changed:
+            self._changed()
 
     def close(self, linger_ms: int = 0) -> None:
         """Messages that wait may leave for so long."""

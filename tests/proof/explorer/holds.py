@@ -142,7 +142,7 @@ class HoldingEngine(Agents):
 
     def reconnected(self) -> list[Letter]:
         """The connections to its peers were made anew."""
-        return self._do(self.side._peering.introduce_again())
+        return self._do(self.side._peering.introduce_again(NOW))
 
     def lost(self, peer: str) -> list[Letter]:
         return self._do(self.side.peer_lost(NOW, peer))

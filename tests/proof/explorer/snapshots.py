@@ -22,7 +22,8 @@ MOMENTS = frozenset({
     "_broker_lost_at", "submitted", "deadline", "next_put", "granted_at", "lease_until", "next_cancel",
     "peers_lost_at", "writing_at",
     # PrefillProtocol, its jobs, the peers of its Peering
-    "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "last_heard",
+    "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "asked_at",
+    "last_heard",
     "missing_since",
     # Holds
     "due",

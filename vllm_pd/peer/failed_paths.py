@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prefill engines an engine leaves alone for a while, because prompts that it had handed over to them came to
+nothing on the way. Pure.
+
+The network that carries KV may be cut where the one for messages is not, and nothing but a transfer shows that. So
+each prompt that fails so costs time. After one failure the next prompt is handed over as before; after a further one
+there is a pause, and it doubles with each, until a minute was calm.
+"""
+import collections
+
+PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
+CALM_S = 60.0
+MAX_PATHS = 1024
+
+
+class _FailedPath:
+    def __init__(self) -> None:
+        self.failures = 0  # in a row
+        self.newest = -1  # the number of the newest attempt there was at the last of them
+        self.until = 0.0  # it is left alone
+
+
+class FailedPaths:
+    """The prefill engines that failed this one lately. Of more than MAX_PATHS the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._paths: collections.OrderedDict[str, _FailedPath] = collections.OrderedDict()
+
+    def failed(self, now: float, incarnation: str, number: int, newest: int) -> None:
+        """The attempt of that number, which this engine had, came to nothing; `newest` is the newest that there is.
+        What was on its way when another one failed counts with that one."""
+        path = self._paths.get(incarnation)
+        if path is None or now >= path.until + CALM_S:
+            path = self._paths[incarnation] = _FailedPath()
+        if number <= path.newest:
+            return
+        path.failures += 1
+        path.newest = newest
+        path.until = now + (min(MAX_PAUSE_S, PAUSE_S * 2 ** (path.failures - 2)) if path.failures > 1 else 0.0)
+        self._paths.move_to_end(incarnation)
+        if len(self._paths) > MAX_PATHS:
+            self._paths.popitem(last=False)
+
+    def forget(self, incarnation: str) -> None:
+        """That engine is gone."""
+        self._paths.pop(incarnation, None)
+
+    def avoided(self, now: float) -> set[str]:
+        """Who is left alone now."""
+        return {name for name, path in self._paths.items() if now < path.until}
