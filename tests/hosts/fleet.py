@@ -106,8 +106,8 @@ class HostedEngine:
         while not is_remote:
             is_remote = self.serve(blocks=1)["remote"] == 1
             if (took_s := time.monotonic() - begin) > timeout_s:
-                raise AssertionError(f"{self.host.name}: prompts were not handed over within {timeout_s:g} s: now, after "
-                                     f"{took_s:.1f} s, {is_remote=}: {self.report()}\n{self._log_end()}")
+                raise AssertionError(f"{self.host.name}: nothing was handed over within {timeout_s:g} s; after "
+                                     f"{took_s:.1f} s {is_remote=}: {self.report()}\n{self._log_end()}")
             time.sleep(0.1)
         print(f"{self.host.name} handed over again after {took_s:.1f} s")
         return took_s

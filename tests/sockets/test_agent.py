@@ -50,6 +50,7 @@ from vllm_pd.protocol.actions import (
 )
 from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.rpc import codec, sockets
+from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import take_free
 from vllm_pd.rpc.sockets import SendResult
 from vllm_pd.rpc.watched import WatchedConnection
@@ -985,8 +986,8 @@ def control():
     """A factory of the sockets of engines, by name; the test does what their threads would do."""
     made = []
 
-    def make(name):
-        made.append(control_sockets.ControlSockets(name, Settings("tcp://127.0.0.1:1")))
+    def make(name, keys=None):
+        made.append(control_sockets.ControlSockets(name, Settings("tcp://127.0.0.1:1", keys=keys)))
         return made[-1]
 
     yield make
@@ -997,10 +998,11 @@ def control():
 P_HELLO = m.Hello(m.Member("P", m.Role.PREFILL, "", FINGERPRINT), b"memory of P")
 
 
-def test_a_decode_engine_that_began_anew_at_its_address_reaches_p(control):
+def test_a_decode_engine_that_began_anew_at_its_address_reaches_p(control, tmp_path):
     """libzmq opens P's connection to the one before again, after that to the new one. The reply to the Hello on the
-    former has P speak on the latter."""
-    d, p = control("new D"), control("P")
+    former has P speak on the latter. Without keys the first one that stands counts, until P has closed it."""
+    keys = str(Keys.make(tmp_path / "keys"))
+    d, p = control("new D", keys), control("P", keys)
 
     def turn():
         for one in (p, d):
@@ -1016,6 +1018,36 @@ def test_a_decode_engine_that_began_anew_at_its_address_reaches_p(control):
     d.to_prefill("P", m.HelloReply(member, b"memory of D"))
     wait_for(lambda: d._routes["P"] == right, meanwhile=turn)
     assert p.counters["frame_other_sender"] == 1
+
+
+def test_b110_a_name_belongs_to_the_first_connection_of_a_prefill_engine_that_stands(control):
+    """B110: nobody else gets what D sends to P, or says in its name that it writes no more. Once that connection is
+    gone, another may be P's."""
+    d, p, thief = control("D"), control("P"), control("P")
+    got = []
+
+    def turn():
+        for one in (p, thief):
+            list(one.receive(one.poll(0.01)))
+        got.extend(message for _, _, message in d.receive(d.poll(0.01)))
+
+    for one in (p, thief):
+        one.connect("D", d.address)
+    p.to_decode("D", P_HELLO)
+    wait_for(lambda: got == [P_HELLO], meanwhile=turn)
+    assert d.to_prefill("P", m.HelloReply(m.Member("D", m.Role.DECODE, "", FINGERPRINT), b"")) is SendResult.SENT
+    right = d._routes["P"]
+    for message in (P_HELLO, m.Stopped(m.Attempt("D", "r", 0), 1)):
+        thief.to_decode("D", message)
+    wait_for(lambda: d.counters["name_taken"] == 2, meanwhile=turn)
+    assert got == [P_HELLO] and d._routes["P"] == right
+    p.disconnect("D")
+
+    def thief_is_heard():
+        thief.to_decode("D", P_HELLO)
+        return len(got) == 2
+
+    wait_for(thief_is_heard, meanwhile=turn)
 
 
 def test_operators_take_no_place_of_a_prefill_engine(control, monkeypatch):

@@ -14,6 +14,7 @@ import zmq
 
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.sockets import SendResult
+from vllm_pd.rpc.watched import WatchedConnection
 
 WAIT_S = 30.0
 
@@ -109,7 +110,25 @@ def test_b107_a_silent_connection_to_the_broker_is_replaced(context, server, wir
     assert arrives(client, server, b"after", 10.0) and wire.accepted == 2
 
 
-def test_b22_one_between_engines_is_kept(context, server, wire):
+def test_b107_one_to_an_engine_on_another_machine_is_replaced(context, server, wire):
+    """B107: and it is known at once that it has ended."""
+    changes = []
+    connection = WatchedConnection(context, wire.address, None, lambda: changes.append(connection.is_open()), True)
+    assert arrives(connection.socket, server, b"before", WAIT_S)
+    wire.cut()
+    deadline_s = time.monotonic() + WAIT_S
+    while changes != [True, False]:
+        assert time.monotonic() < deadline_s, changes
+        connection.read_monitor()
+        time.sleep(0.05)
+    wire.mend()
+    assert arrives(connection.socket, server, b"after", 10.0) and wire.accepted == 2
+    connection.read_monitor()
+    assert changes == [True, False, True]
+    connection.close()
+
+
+def test_b22_one_between_engines_of_a_machine_is_kept(context, server, wire):
     """B22: it shows that the peer lives, so only TCP ends it."""
     client = sockets.client(context, wire.address, only_connected=False)
     assert arrives(client, server, b"before", WAIT_S)

@@ -7,6 +7,7 @@ spoke.
 """
 import collections
 import os
+import time
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import NatsAddress
+from vllm_pd.rpc.owners import NameOwners
 from vllm_pd.rpc.poller import SocketPoller, receive_batch
 from vllm_pd.rpc.sockets import SendResult
 from vllm_pd.rpc.watched import SOCKETS, WatchedConnection
@@ -51,6 +53,8 @@ class ControlSockets:
         self._peer_of: dict[zmq.Socket, str] = {}
         self._monitored: dict[zmq.Socket, WatchedConnection] = {}  # by monitor
         self._hello: m.Hello | None = None  # the last one to a decode engine; it is the same for all
+        self._hello_reply: m.HelloReply | None = None  # the last one to a prefill engine; it is the same for all
+        self._owners = NameOwners(self._stands, time.monotonic)
         self._disconnected: set[str] = set()  # decode engines
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._operators: collections.OrderedDict[str, bytes] = collections.OrderedDict()
@@ -157,6 +161,9 @@ class ControlSockets:
         elif source is MessageSource.OPERATOR:
             remember(self._operators, sender, frames[0], MAX_OPERATORS)
         elif source is MessageSource.PREFILL:
+            if self._keys is None and self._owners.is_anothers(sender, self._routes.get(sender), frames[0]):
+                self.counters["name_taken"] += 1
+                return None
             remember(self._routes, sender, frames[0], MAX_ROUTES)
         return source, sender, message
 
@@ -236,8 +243,14 @@ class ControlSockets:
         self.to_decode(peer, hello)
         return True
 
+    def _stands(self, peer: str) -> bool:
+        """Whether the connection of that prefill engine stands. libzmq knows when a message is to go there."""
+        return self._hello_reply is None or self.to_prefill(peer, self._hello_reply) is not SendResult.UNREACHABLE
+
     def to_prefill(self, peer: str, message: m.Message) -> SendResult:
         """Send to a prefill engine that has sent us a message before."""
+        if isinstance(message, m.HelloReply):
+            self._hello_reply = message
         route = self._routes.get(peer)
         return self._send(None if route is None else self._router, route, message)
 
