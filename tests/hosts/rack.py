@@ -167,6 +167,10 @@ class Host:
         """From now on that device sends at that rate of `tc` at most."""
         self._space.run("tc", "qdisc", "add", "dev", device, *_SHAPED.format(rate=rate).split())
 
+    def unshape(self, device: str) -> None:
+        """That device sends as fast as it can again."""
+        self._space.run("tc", "qdisc", "del", "dev", device, "root")
+
     def drop(self, device: str) -> None:
         """Its firewall drops whatever comes in by that device, until `accept`."""
         self._filter(f'iifname "{device}" drop')

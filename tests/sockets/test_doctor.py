@@ -85,6 +85,12 @@ def test_b42_peers_that_differ_are_named_with_both_values():
     assert "block_size" in found[1].cure
 
 
+def test_b107_a_pair_that_can_not_talk_is_named():
+    cut = msgspec.structs.replace(member("p", Role.PREFILL), unreached=("d",))
+    one, other = doctor.judge_peers(MemberList((member("d", Role.DECODE), member("e", Role.DECODE), cut), 0))
+    assert "no answer" in one.fact and f"tcp://127.0.0.1:{ord('d')}" in one.cure and other.ok
+
+
 def test_missing_roles_are_named():
     found = list(doctor.judge_peers(MemberList((member("d", Role.DECODE), ), 0)))
     assert [finding.ok for finding in found] == [False]

@@ -238,7 +238,8 @@ def _broker_cure(error: PDError, broker: str, access: Access) -> str:
 
 
 def judge_peers(listed: MemberList) -> Iterator[Finding]:
-    """Each decode engine with each prefill engine: they fit, or the first value in which they differ."""
+    """Each decode engine with each prefill engine: they fit, or the first value in which they differ, or the one can't
+    be reached by the other."""
     decodes = [member for member in listed.members if member.role.decodes]
     prefills = [member for member in listed.members if member.role.prefills]
     for name, found, kv_role in (("decode", decodes, "kv_consumer"), ("prefill", prefills, "kv_producer")):
@@ -251,12 +252,16 @@ def judge_peers(listed: MemberList) -> Iterator[Finding]:
                 continue
             pair = f"decode {decode.address} and prefill {prefill.address}"
             difference = decode.fingerprint.first_difference(prefill.fingerprint)
-            if difference is None:
-                yield Finding("peers", f"{pair} fit each other")
-            else:
+            if difference is not None:
                 key, ours, theirs = difference
                 yield Finding("peers", f"{pair} differ in {key}: {ours!r} and {theirs!r}",
                               f"start both with the same {key}; until then the decode engine prefills by itself")
+            elif decode.incarnation in prefill.unreached:
+                yield Finding("peers", f"{pair} fit each other, but the prefill engine gets no answer from the other",
+                              f"let its machine connect to {decode.address} by TCP: firewalls between the two, routes, "
+                              "keys; nobody need be started again")
+            else:
+                yield Finding("peers", f"{pair} fit each other")
 
 
 def build_file() -> dict | None:
