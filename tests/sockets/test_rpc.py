@@ -29,7 +29,8 @@ MESSAGES = [
     m.GaveUp(ATTEMPT, 1, "w"),
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
     m.Peers("b", 1, [MEMBER], 2), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3), m.Withdraw(ATTEMPT),
-    m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers(), m.Drain(), m.SetRole(m.Role.PREFILL), m.Status(),
+    m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers(), m.Drain(), m.Gone("p"),
+    m.SetRole(m.Role.PREFILL), m.Status(),
     m.StatusReply(MEMBER, "why", {"peers": 1}), m.DirectJob(JOB), m.DirectJobTaken(ATTEMPT),
     m.DirectJobEnd(ATTEMPT, "why"),
 ]
