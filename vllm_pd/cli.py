@@ -42,15 +42,15 @@ def broker(bind: Bind = "tcp://127.0.0.1:5700",
            keys: option_hint(Access, "keys") = None) -> None:
     """Run the broker: the queue of prefill jobs and the list of engines. Ctrl-C ends it."""
     from vllm_pd.broker.server import Broker
-    from vllm_pd.rpc.addresses import parse_endpoint
+    from vllm_pd.rpc.addresses import parse_bind, url_of
     from vllm_pd.rpc.keys import Keys
     from vllm_pd.rpc.ports import require_free
     from vllm_pd.settings.engine import PDConfig
     ttl_s = PDConfig.check_number("ttl_s", ttl_s, "--ttl-s")
     loaded = None if keys is None else Keys.load(keys, "--keys")
-    host, port = parse_endpoint("--bind", bind, keyed=loaded is not None)
+    host, port = parse_bind("--bind", bind, keyed=loaded is not None)
     require_free("--bind", host, [port])
-    server = Broker(f"tcp://{host}:{port}", ttl_s=ttl_s, keys=loaded)
+    server = Broker(url_of(host, port), ttl_s=ttl_s, keys=loaded)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     typer.echo(f"broker: listening at {server.address}")

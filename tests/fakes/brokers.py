@@ -17,6 +17,7 @@ from _chaos import fleet
 
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.server import Broker
+from vllm_pd.rpc.addresses import url_of
 from vllm_pd.rpc.ports import take_free
 
 START_S = 60.0
@@ -92,12 +93,12 @@ class BrokerProcess:
 class NatsServer:
     """A nats-server with JetStream, in memory. A killed one forgets everything."""
 
-    def __init__(self, folder: Path, config: str = "", scheme: str = "nats"):
-        self.port = take_free("127.0.0.1")
-        self.address = self.url = f"{scheme}://127.0.0.1:{self.port}"
+    def __init__(self, folder: Path, config: str = "", scheme: str = "nats", host: str = "127.0.0.1"):
+        self.host, self.port = host, take_free(host)
+        self.address = self.url = url_of(host, self.port, scheme)
         self._folder = folder
         self._config = folder / "server.conf"
-        self._config.write_text(f'listen: "127.0.0.1:{self.port}"\nmax_payload: 1MB\n'
+        self._config.write_text(f'host: "{host}"\nport: {self.port}\nmax_payload: 1MB\n'
                                 f'jetstream {{store_dir: "{folder}", max_memory_store: 8GB}}\n{config}\n')
         self._life = 0
         self.start()
@@ -110,7 +111,7 @@ class NatsServer:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                socket.create_connection((self.host, self.port), 1).close()
                 return
             except OSError:
                 assert self._process.poll() is None and time.monotonic() < deadline, self.log.read_text()

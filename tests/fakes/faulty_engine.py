@@ -13,6 +13,7 @@ from vllm_pd.router.options import RequestOrder, RouterOptions
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.server import RouterServer
 from vllm_pd.router.workers import WorkerState
+from vllm_pd.rpc.addresses import url_of
 from vllm_pd.rpc.ports import take_free
 
 QUICK = {"probe_interval_s": 30.0, "probe_timeout_s": 0.4, "probe_backoff_s": (0.05, 0.2), "connect_timeout_s": 0.5,
@@ -45,7 +46,7 @@ class FaultyEngine:
     """`fault` is what requests get, `sick` what probes get; either may be changed at any time. Counts both. A request
     with "poison" in it gets a 500 whatever they are."""
 
-    def __init__(self, model: str = "m") -> None:
+    def __init__(self, model: str = "m", host: str = "127.0.0.1") -> None:
         self.fault = self.sick = Fault.NONE
         self.model = model
         self.generate_route = True
@@ -66,11 +67,11 @@ class FaultyEngine:
         self.chunks = TOKENS
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task] = set()
-        self.port = take_free("127.0.0.1")
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.host, self.port = host, take_free(host)
+        self.url = url_of(host, self.port, "http")
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, self.host, self.port)
 
     async def stop(self) -> None:
         """As a process that is killed: nothing listens, every connection is reset."""
@@ -294,7 +295,7 @@ async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
     server = RouterServer(router)
     serve = asyncio.create_task(server.serve())
     async with aiohttp.ClientSession(auto_decompress=False) as session:
-        served = Served(router, f"http://127.0.0.1:{port}", session)
+        served = Served(router, url_of(options.get("host", "127.0.0.1"), port, "http"), session)
         served.server = server
         try:
             await served.until(lambda: server.started)

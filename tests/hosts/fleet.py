@@ -148,10 +148,11 @@ class HostedEngine:
 
 
 class Fleet:
-    """A broker on a host, and a key. `settings` are those of all engines that are made."""
+    """A broker on a host, and a key. `settings` are those of all engines that are made. `known_as`: the host in the
+    broker's URL, instead of its IPv4 address."""
 
-    def __init__(self, host: Host, **settings: object) -> None:
-        self.url = f"tcp://{host.ip}:{BROKER_PORT}"
+    def __init__(self, host: Host, known_as: str | None = None, **settings: object) -> None:
+        self.url = f"tcp://{known_as or host.ip}:{BROKER_PORT}"
         self.keys = host.folder / "vllm-pd.keys"
         self._settings = {**SETTINGS, **settings}
         environment = {"PYTHONPATH": str(ROOT)}
@@ -174,8 +175,8 @@ class Fleet:
 
     def engine(self, host: Host, role: str, head_size: int = SMALL_HEAD,
                environment: dict[str, str] | None = None) -> HostedEngine:
-        """One that gets ready there. Its `bind` is the host's address."""
-        settings = {**self._settings, "broker": self.url, "bind": f"tcp://{host.ip}:0", "keys": str(self.keys)}
+        """One that gets ready there. Its `bind` is the host's address, unless the settings have another."""
+        settings = {"bind": f"tcp://{host.ip}:0", **self._settings, "broker": self.url, "keys": str(self.keys)}
         return HostedEngine(host, role, settings, head_size, environment or {})
 
     def pair(self, prefill: Host, decode: Host, **more: object) -> tuple[HostedEngine, HostedEngine]:

@@ -25,7 +25,7 @@ from typing import IO
 
 import psutil
 
-NET = "10.79.0"
+NET, NET6 = "10.79.0", "fd79:"
 START_S = 30.0
 COMMAND_S = 30.0
 END_S = 30.0
@@ -116,7 +116,7 @@ class Host:
         folder.mkdir()
         (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
         self.name, self.number, self.folder = name, number, folder
-        self.ip = f"{NET}.{number}"
+        self.ip, self.ip6 = f"{NET}.{number}", f"{NET6}:{number}"
         self._rack = rack
         self._programs: list[subprocess.Popen] = []
         self._space = _Space([*_unshared(), "sh", "-c", _HOST, "sh", str(folder), name], is_forked=True)
@@ -145,6 +145,12 @@ class Host:
         """The addresses at which any process of it listens, by TCP or UDP, as `ss` has them."""
         sockets = self.run("ss", "-H", "--listening", "--tcp", "--udp", "--numeric").splitlines()
         return {line.split()[4].rpartition(":")[0] for line in sockets}
+
+    def know(self, addresses: dict[str, str]) -> None:
+        """From now on its programs know these names, and no others."""
+        file = self.folder / "hosts"
+        file.write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
+        self.run("mount", "--bind", str(file), "/etc/hosts")
 
     def sysctl(self, name: str, value: int) -> None:
         """Set `net.NAME` of its kernel; `name` has slashes."""
@@ -180,6 +186,11 @@ class Host:
         at once, and new ones are refused to `other`, until `accept`."""
         self._filter(f'iifname "{device}" ip saddr {other.ip} {_REJECT}')
 
+    def open_only(self, ports: str) -> None:
+        """Its firewall drops what begins a connection by TCP to another port than these ("5702, 30000-30009"), until
+        `accept`."""
+        self._filter(f"tcp flags & (syn | ack) == syn tcp dport != {{ {ports} }} drop")
+
     def accept(self) -> None:
         """Its firewall lets everything in."""
         self._space.run("nft", "flush ruleset")
@@ -203,7 +214,8 @@ class Host:
     def plug_in(self, switch: int) -> None:
         """Connect it to the switch that is in the network namespace of that process."""
         self._configure(f"link add name eth0 type veth peer name {self.name} netns {switch}",
-                        f"addr add {self.ip}/24 dev eth0", "link set dev eth0 up")
+                        f"addr add {self.ip}/24 dev eth0", f"addr add {self.ip6}/64 dev eth0 nodad",
+                        "link set dev eth0 up")
 
     def _configure(self, *commands: str) -> None:
         for command in commands:

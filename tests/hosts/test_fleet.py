@@ -47,6 +47,28 @@ def test_b109_every_process_listens_at_the_address_of_bind(rack):
     assert d.serve(3) == {"remote": 3} and alone.listening() == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize("known_as, bind, kind", [
+    ("10.79.0.1", "tcp://auto:5702", "ip"), ("[fd79::1]", "tcp://auto:5702", "ip6"),
+    ("broker.lab", "tcp://self.lab:5702", "ip6")])
+def test_two_machines_by_names_and_addresses_of_both_kinds(rack, known_as, bind, kind):
+    """Everything listens at the addresses that the settings mean, and nowhere else. Firewalls let only the ports in
+    that docs/configuration.md names. KV goes both ways, and each sees the other's lifeline."""
+    hosts = broker, prefill, decode = [rack.host(name) for name in ("b", "p", "d")]
+    for host in hosts:
+        host.know({"broker.lab": broker.ip6, "self.lab": host.ip6})
+        host.open_only("5700" if host is broker else "5702, 5703, 30000-30009")
+    fleet = Fleet(broker, known_as, bind=bind, lifeline_port=5703)
+    p, d = fleet.pair(prefill, decode, environment={"UCX_TCP_PORT_RANGE": "30000-30009"})
+    assert d.serve(5) == {"remote": 5}
+    tokens = prompt()
+    d.ask("read", "read", p.ask("hold", tokens), tokens)
+    assert d.ended({"read"}) == {"remote": 1}
+    shown = [host.ip if kind == "ip" else f"[{host.ip6}]" for host in hosts]
+    assert [host.listening() for host in hosts] == [{one} for one in shown]
+    for engine in (p, d):
+        engine.rests(REST_S)
+
+
 def test_a_write_into_a_free_block_is_found(rack):
     """The other tests would notice it, also after the block was used again."""
     host = rack.host("one")

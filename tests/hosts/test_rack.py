@@ -76,6 +76,15 @@ def test_a_firewall_refuses_one_host(rack, pair):
     assert attempt(client, server) == "open"
 
 
+def test_a_firewall_drops_what_comes_to_another_port(pair):
+    server, client = pair
+    server.open_only("22, 8001-8009")
+    assert attempt(client, server) == "silent"
+    server.accept()
+    server.open_only(f"22, {PORT}")
+    assert attempt(client, server) == "open" and attempt(server, client) == "refused"
+
+
 def test_a_cable_of_their_own_has_its_rate(pair):
     server, client = pair
     server.connect(client, "fab0", "10.80.0", "4mbit")

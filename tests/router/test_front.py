@@ -5,9 +5,11 @@ import contextlib
 import itertools
 import json
 import re
+import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +33,8 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource, WorkerState
-from vllm_pd.rpc.ports import take_free
+from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.ports import is_free, take_free
 
 WITHIN_S = 60
 JSON = {"Content-Type": "application/json"}
@@ -537,7 +540,9 @@ async def test_the_page_of_metrics_and_the_documentation_name_the_same():
 
 
 def test_b80_impossible_settings():
-    for wrong, key in (({"port": 0}, "--port"), ({"host": "example.org"}, "--host"), ({"workers": ("x", )}, "--worker"),
+    for wrong, key in (({"port": 0}, "--port"), ({"host": "no.invalid"}, "--host"), ({"workers": ("x", )}, "--worker"),
+                       ({"host": "[::1]"}, "--host"), ({"workers": ("http://fd00::6:8000", )}, "--worker"),
+                       ({"workers": ("http://::1", )}, "--worker"), ({"broker": "tcp://::1:5700"}, "--broker"),
                        ({"workers": ("http://a:1", "http://a:1/")}, "--worker"), ({"timeout_s": -1}, "--timeout-s"),
                        ({"max_in_flight": 0}, "--max-in-flight"), ({"api_key": ""}, "--api-key"),
                        ({"operator_key": ""}, "--operator-key"),
@@ -559,6 +564,36 @@ def test_b80_impossible_settings():
         assert caught.value.key == key and caught.value.cure
     assert parse_worker("--worker", "http://LocalHost:80/v/") == "http://localhost:80/v"
     assert parse_worker("--worker", "https://h") == "https://h:443"
+    assert parse_worker("--worker", "http://[FD00::6]:8000/v") == "http://[fd00::6]:8000/v"
+    assert RouterOptions(port=1, host="localhost", broker="tcp://[::1]:5700").checked().host == "127.0.0.1"
+
+
+def test_b80_names_that_the_router_does_not_know(monkeypatch, tmp_path):
+    names = {"router.lab": ["10.0.0.9", "127.0.0.1"], "other.lab": ["203.0.113.9"]}
+
+    def look_up(host, *_, **__):
+        if host not in names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, 1, 6, "", (address, 0)) for address in names[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert RouterOptions(port=1, host="router.lab").checked().host == "127.0.0.1"
+    access = Access(keys=str(Keys.make(tmp_path)))
+    for wrong, said in (({"host": "other.lab"}, "--host='other.lab' can't be used: other.lab is 203.0.113.9, and no i"),
+                        ({"host": "no.lab"}, "--host='no.lab' can't be used: no.lab has no address"),
+                        ({"broker": "tcp://no.lab:1", "access": access},
+                         "--broker='tcp://no.lab:1' can't be used: no.lab has no address")):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            RouterOptions(**{"port": 1, **wrong}).checked()
+
+
+@pytest.mark.skipif(not is_free("::1", 0), reason="no IPv6 here")
+async def test_a_router_and_its_engines_on_ipv6():
+    async with serving(2, make=partial(FaultyEngine, host="::1"), host="::1") as (served, engines):
+        for _ in range(2):
+            assert (await served.ask()).status == 200
+        assert [len(engine.asked) for engine in engines] == [1, 1]
+        assert all(headers["host"] == f"[::1]:{engine.port}" for engine in engines for _, headers, _ in engine.asked)
 
 
 def test_b82_beyond_the_loopback_it_needs_a_key(monkeypatch):
@@ -719,6 +754,18 @@ class TestMembership:
             assert [worker.url for worker in workers] == ["http://h:2"]
             membership.update([self.member("b", "http://h:2", m.Role.PREFILL)], 2.0)
             assert not len(workers)
+
+    async def test_b110_a_loopback_of_another_machine_is_not_taken_for_this_one_s(self, caplog):
+        """Whatever listens here at that port would get the prompts."""
+        async with self.following() as (membership, workers):
+            here = self.member("a", "http://127.0.0.1:1")
+            elsewhere = [msgspec.structs.replace(self.member(name, f"http://{host}"), address="tcp://203.0.113.7:1")
+                         for name, host in (("b", "127.0.0.1:1"), ("c", "localhost:2"), ("d", "[::1]:3"), ("e", "h:4"))]
+            for _ in range(2):
+                membership.update([here, *elsewhere], 0.0)
+            assert [worker.url for worker in workers] == ["http://127.0.0.1:1", "http://h:4"]
+            assert workers.get("http://127.0.0.1:1").incarnation == "a"
+            assert caplog.text.count("left out, whose servers listen at the loopback there") == 1
 
     async def test_one_that_is_missing_gets_time(self):
         async with self.following(registry_patience_s=10.0) as (membership, workers):

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.fakes.brokers import KINDS, patience, running  # noqa: F401
+from tests.fakes.brokers import KINDS, NatsServer, patience, running, serving  # noqa: F401
 from tests.fakes.noise import send_noise
 from tests.forked import ForkedProcess
 from tests.idle import least_used_s
@@ -30,8 +30,10 @@ from vllm_pd.peer import sockets as control_sockets
 from vllm_pd.peer import thread as control_thread
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.peer.liveness import process
+from vllm_pd.peer.liveness.lifeline import greeting
+from vllm_pd.peer.liveness.probe import TcpProbes
 from vllm_pd.peer.liveness.process import local_member
-from vllm_pd.peer.liveness.rules import GRACE_S
+from vllm_pd.peer.liveness.rules import GRACE_S, ProbeAnswer
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
     AddPeer,
@@ -51,9 +53,10 @@ from vllm_pd.protocol.actions import (
 from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.ports import take_free
+from vllm_pd.rpc.ports import is_free, take_free
 from vllm_pd.rpc.sockets import SendResult
 from vllm_pd.rpc.watched import WatchedConnection
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.nixl import generations, kept
@@ -79,6 +82,7 @@ class Settings:
     others."""
     broker: str
     bind: str = "tcp://127.0.0.1:0"
+    lifeline_port: int = 0
     lease_s: float = 30.0
     attempt_deadline_s: float = 60.0
     claim_retry_s: float = 10.0
@@ -230,6 +234,44 @@ def test_a_loopback_that_engines_of_other_hosts_cannot_reach_is_warned_of(engine
     engine(Settings(broker), m.Role.DECODE)
     warning = "bind=tcp://127.0.0.1:0: engines of other hosts can't reach this one, and the broker is at " + broker
     assert (warning in caplog.text) == warned
+
+
+def test_an_engine_has_its_lifeline_at_the_port_of_its_settings(engine):
+    """Also where one that has ended had it, and visitors. B80: where another one has it, it is refused."""
+    settings = Settings("tcp://127.0.0.1:4500", lifeline_port=take_free("127.0.0.1"))
+    for _ in range(2):
+        first = Engine(settings, m.Role.DECODE)
+        assert first.agent.member.lifeline == f"tcp://127.0.0.1:{settings.lifeline_port}"
+        with socket.create_connection(("127.0.0.1", settings.lifeline_port), WAIT_S) as visitor:
+            said = visitor.recv(100, socket.MSG_WAITALL)
+            assert said == greeting(first.agent.member.incarnation)
+        first.close()
+    engine(settings, m.Role.DECODE)
+    with pytest.raises(ConfigError, match=f"lifeline_port={settings.lifeline_port} can't be used: .*write a free port"):
+        Engine(settings, m.Role.PREFILL)
+
+
+@pytest.mark.skipif(not is_free("::1", 0), reason="no IPv6 here")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bind", ["tcp://[::1]:0", "auto"])
+def test_a_hand_over_over_ipv6(kind, bind, tmp_path, engine):
+    """With keys. Each sees the other's lifeline there."""
+    keys = str(Keys.make(tmp_path))
+    with contextlib.ExitStack() as ends:
+        if kind == "nats":
+            server = NatsServer(tmp_path, host="::1")
+            ends.callback(server.kill)
+        else:
+            server = ends.enter_context(serving("tcp://[::1]:0", ttl_s=60.0, keys=Keys.load(keys)))
+        config = PDConfig.parse("kv_both", {"broker": server.address, "bind": bind, "keys": keys, "ttl_s": 60.0})
+        decode, prefill = peered(*(engine(config, role, silent_s=60.0) for role in (m.Role.DECODE, m.Role.PREFILL)))
+        assert all(url.startswith("tcp://[::1]:") for one in (decode, prefill)
+                   for url in (one.agent.member.address, one.agent.member.lifeline))
+        hand_over(decode, prefill)
+        probes = TcpProbes()
+        probes.start(0.0, decode.agent.member.incarnation, decode.agent.member.lifeline)
+        wait_for(lambda: probes.poll(0.0) == [(decode.agent.member.incarnation, ProbeAnswer.GREETED)], timeout_s=WAIT_S)
+        probes.close()
 
 
 # By one that had no answer for half a second.
@@ -506,7 +548,7 @@ class Settings:
     max_prefill_tokens: int = 65536; decides_by_time: bool = False; is_two_sided: bool = False; hold_s: float = 30.0
     claim_retry_s: float = 10.0; heartbeat_s: float = 0.1; ttl_s: float = 60.0; keys: str | None = None
     nats_prefix: str = "test"; nats_credentials: str | None = None; nats_ca: str | None = None
-    metaserver_urls: tuple = ()
+    metaserver_urls: tuple = (); lifeline_port: int = 0
 bell = threading.Event()
 fingerprint = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 agent = ControlAgent(Settings(), local_member(m.Role(sys.argv[1]), fingerprint), b"m", bell.set)

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import math
 import random
-import socket
 import time
 
 import aiohttp
@@ -25,7 +24,7 @@ from vllm_pd.router.events.subscriber import POLLED_S, Subscriber, SubscriberSta
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.router.subscriptions import load_of
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.ports import take_free
+from vllm_pd.rpc.ports import is_free, take_free
 
 PATIENCE_S = 60.0  # B61 says one second; other work may run beside it
 
@@ -321,7 +320,7 @@ async def test_b80_an_address_that_is_none_is_said(endpoint, caplog, where):
     assert not subscriber.counters["stumbles"]
 
 
-@pytest.mark.skipif(not reach._is_own(socket.AF_INET6, ("::1", 0)), reason="no IPv6 here")
+@pytest.mark.skipif(not is_free("::1", 0), reason="no IPv6 here")
 async def test_an_engine_on_ipv6():
     front = Front()
     front.engine = FakeEngine(f"tcp://[::1]:{take_free('127.0.0.1')}", "tcp://[::1]:0")

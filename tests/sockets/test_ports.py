@@ -2,6 +2,7 @@
 """Ports that are looked for before anybody listens on them."""
 
 import errno
+import re
 import socket
 
 import pytest
@@ -24,19 +25,21 @@ def test_a_free_port_is_none_that_the_kernel_gives_away_and_is_given_once(tmp_pa
     assert max(ports) < 20000
 
 
-def test_b80_a_taken_port_is_refused_and_never_taken_again():
-    port = take_free(HOST)
-    assert is_free(HOST, port)
-    with socket.create_server((HOST, port)):
-        assert not is_free(HOST, port)
-        with pytest.raises(ConfigError, match=f"bind.*{port}.*in use"):
-            require_free("bind", HOST, [port])
-    require_free("bind", HOST, [port])
+@pytest.mark.parametrize("host, family, shown", [(HOST, socket.AF_INET, HOST), ("::1", socket.AF_INET6, "[::1]")])
+def test_b80_a_taken_port_is_refused_and_never_taken_again(host, family, shown):
+    port = take_free(host)
+    assert is_free(host, port)
+    with socket.create_server((host, port), family=family):
+        assert not is_free(host, port)
+        with pytest.raises(ConfigError, match=f"bind='{re.escape(shown)}:{port}'.*in use"):
+            require_free("bind", host, [port])
+    require_free("bind", host, [port])
 
 
 @pytest.mark.parametrize("host, words", [
-    ("203.0.113.1", "Cannot assign requested address: write an IPv4 address"),
-    ("no-such-host.invalid", ": write an IPv4 address of this machine")])
+    ("203.0.113.1", "Cannot assign requested address: write an address"),
+    ("2001:db8::1", "Cannot assign requested address: write an address"),
+    ("no-such-host.invalid", ": write an address of this machine")])
 def test_b80_an_address_of_another_machine_is_no_port_in_use(host, words):
     with pytest.raises(ConfigError, match=words) as refused:
         require_free("--bind", host, [take_free(HOST)])

@@ -282,6 +282,7 @@ class TestPlan:
         ({"serve_args": ["--port", "1"]}, "-- --port"), ({"serve_args": ["--kv-transfer-config={}"]}, "-- --kv"),
         ({"serve_args": ["--kv_transfer_config", "{}"]}, "-- --kv"), ({"serve_args": ["--host=0.0.0.0"]}, "-- --host"),
         ({"pd": {"bind": "tcp://127.0.0.1:5800"}}, "--pd bind"),
+        ({"pd": {"lifeline_port": 5800}}, "--pd lifeline_port"),
         ({"serve_args": ["--ssl-certfile", "c"]}, "-- --ssl-certfile"), ({"serve_args": ["--uds=/s"]}, "-- --uds"),
         ({"serve_args": ["--data-parallel-size", "2"], "router": True}, "--data-parallel-size"),
         ({"serve_args": ["-dp=3"], "router": True}, "-dp"),

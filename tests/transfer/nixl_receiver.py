@@ -30,7 +30,7 @@ class Rank:
 
     def __init__(self, name: str, *, blocks: int = 40, layers: int = 4, dtype=torch.int32, layout="IPEX", start=0,
                  progress_thread: bool = True, heads: range = range(KV_HEADS), transport="nixl", stall_s: float = 10.0,
-                 granted: bool = True):
+                 granted: bool = True, host: str = "127.0.0.1"):
         shape, backend = (2, blocks, BLOCK_SIZE * len(heads) * HEAD_SIZE), "IPEX"
         if layout in ("NHD", "HND"):
             shape = (2, blocks, BLOCK_SIZE, len(heads), HEAD_SIZE)
@@ -46,9 +46,9 @@ class Rank:
         self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=len(heads),
                               head_size=HEAD_SIZE, platform="cpu", backend=backend, first_head=heads.start)
         if transport == "nixl":
-            self.transport = NixlGenerations(name, caches, self.cache, progress_thread)
+            self.transport = NixlGenerations(name, caches, self.cache, progress_thread, host)
         else:
-            self.transport = TorchTransport(name, caches, self.cache, "127.0.0.1",
+            self.transport = TorchTransport(name, caches, self.cache, host,
                                             limits=LinkLimits(stall_s=stall_s, grant_s=0.2))
             if granted:  # to a write that names no grant
                 self.transport.open_grant("", list(range(blocks)))

@@ -21,6 +21,7 @@ from tests.forked import freeze
 from tests.verdict import same_bytes
 from tests.waiting import wait_for
 from vllm_pd.errors import ConfigError, TransferError
+from vllm_pd.rpc.ports import is_free
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
@@ -78,6 +79,14 @@ def test_b22_only_blocks_of_an_open_grant_are_written(rank):
         assert send(p, d, "k", [4], "two").ok
         before[:, :, [1, 3, 4]] = p.blocks([1, 3, 4])
         same_bytes(torch.equal(torch.from_numpy(d.ask("memory")), before))
+
+
+@pytest.mark.skipif(not is_free("::1", 0), reason="no IPv6 here")
+def test_a_write_over_ipv6(rank):
+    p, d = rank("p-six", host="::1"), rank("d-six", start=5, host="::1")
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    assert send(p, d, "k", [1, 3]).ok
+    same_bytes(torch.equal(p.blocks([1, 3]), d.blocks([1, 3])))
 
 
 def test_b41_a_write_waits_for_a_grant_that_comes_later(rank):

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import re
+import socket
 from pathlib import Path
 
 import certifi
@@ -14,7 +15,8 @@ from vllm_pd.decisions.policy import PolicyConfig
 from vllm_pd.errors import ConfigError
 from vllm_pd.ops.launch.plan import parse_setting
 from vllm_pd.protocol.messages import Role
-from vllm_pd.rpc.addresses import parse_endpoint
+from vllm_pd.rpc import addresses
+from vllm_pd.rpc.addresses import parse_bind, parse_endpoint
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.settings.engine import KV_ROLES, PDConfig
 from vllm_pd.settings.store import StoreSettings
@@ -53,7 +55,7 @@ def test_every_key_can_be_set(files):
              "prefill_step_s": 1, "prefill_overtaking": 0, "attempt_deadline_s": 8.5, "attempts": 3,
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
-             "log_decisions": True, "nats_prefix": "mine", "hold_s": 0,
+             "log_decisions": True, "nats_prefix": "mine", "hold_s": 0, "lifeline_port": 5703,
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
                        "pinned_gib": 1}, **files}
@@ -116,7 +118,7 @@ def test_b80_wrong_type(name, value):
 @pytest.mark.parametrize("name, value", [
     ("max_local_prefill_tokens", -1), ("max_queue_length", 0), ("max_prefill_jobs", 0),
     ("prefill_step_s", 0), ("prefill_overtaking", -1), ("max_prefill_tokens", 0),
-    ("max_parked_fraction", 0),
+    ("max_parked_fraction", 0), ("lifeline_port", -1), ("lifeline_port", 65536),
     ("max_parked_fraction", 1.01), ("max_parked_fraction", float("nan")), ("lease_s", 0), ("lease_s", -3),
     ("lease_s", float("inf")), ("lease_s", 10**400), ("attempt_deadline_s", 0), ("claim_retry_s", 0),
     ("heartbeat_s", 0), ("ttl_s", 0), ("itl_target_ms", 0), ("itl_target_ms", 60_001),
@@ -132,6 +134,7 @@ def test_b80_impossible_value(name, value):
     ("ttl_s", {"ttl_s": 1.5}), ("ttl_s", {"heartbeat_s": 3}), ("lease_s", {"lease_s": 1}),
     ("attempt_deadline_s", {"attempt_deadline_s": 2}), ("itl_target_ms", {"itl_target_ms": 50}),
     ("itl_target_ms", {"itl_target_ms": 50, "max_local_prefill_tokens": 500}),
+    ("lifeline_port", {"bind": "tcp://127.0.0.1:5702", "lifeline_port": 5702}),
 ])
 def test_b80_values_that_contradict_each_other(name, extra):
     error = refused("kv_consumer", {**BROKER, **extra})
@@ -178,6 +181,7 @@ def test_what_the_policy_gets():
 @pytest.mark.parametrize("name", ["broker", "bind"])
 @pytest.mark.parametrize("value", ["", "127.0.0.1:5700", "tcp://127.0.0.1", "tcp://:5700", "ipc:///tmp/x", "tcp://",
                                    "tcp://127.0.0.1:port", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:-1",
+                                   "tcp://[::1]", "tcp://[::1]:port", "tcp://[::1:5700", "tcp://[]:5700",
                                    "tcp://127.0.0.1:\u0663", pytest.param("tcp://127.0.0.1:" + 5000 * "1", id="long")])
 def test_b80_malformed_address(name, value):
     error = refused("kv_consumer", {**BROKER, name: value})
@@ -185,7 +189,7 @@ def test_b80_malformed_address(name, value):
 
 
 @pytest.mark.parametrize("name", ["broker", "bind"])
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.0.0.7", "example.org", "[::1]", "127.0.0.1.example.org"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.0.0.7", "example.org", "[fd00::7]", "127.0.0.1.example.org"])
 def test_b82_beyond_loopback_without_keys(name, host):
     error = refused("kv_consumer", {**BROKER, name: f"tcp://{host}:5700"})
     assert error.key == name and host in str(error) and "loopback" in str(error) and "vllm-pd keys" in error.cure
@@ -203,7 +207,9 @@ def test_b82_beyond_loopback_with_keys(files):
 
 
 @pytest.mark.parametrize("extra", [
-    {"bind": "tcp://0.0.0.0:1"}, {"bind": "tcp://*:1"}, {"bind": "tcp://example.org:1"}, {"bind": "tcp://[::1]:1"},
+    {"bind": "tcp://0.0.0.0:1"}, {"bind": "tcp://*:1"}, {"bind": "tcp://[::]:1"}, {"bind": "tcp://[fe80::1]:1"},
+    {"bind": "tcp://[fe80::1%eth0]:1"}, {"bind": "tcp://[ff02::1]:1"}, {"bind": "tcp://[a-name]:1"},
+    {"bind": "tcp://fd00::7:1"}, {"broker": "tcp://fd00::7:1"}, {"broker": "nats://10.0.0.7:1,nats://fd00::7:1"},
     {"broker": "tcp://0.0.0.0:1"}, {"broker": "tcp://-x:1"}, {"broker": "tcp://10.0.0:1"}, {"broker": "nats://[::]:1"},
     {"broker": "nats://me:secret@10.0.0.7:4222"}, {"broker": "nats://10.0.0.7:4222,tls://10.0.0.8:4222"},
     {"broker": "nats://10.0.0.7"}, {"broker": "tls://10.0.0.7:0"}])
@@ -261,10 +267,87 @@ def test_addresses_are_normalised():
     assert PDConfig.parse("kv_both", {"broker": "nats://localhost:4222"}).broker == "nats://127.0.0.1:4222"
 
 
+def test_addresses_of_ipv6(files):
+    config = PDConfig.parse("kv_consumer", {"broker": "tcp://[::1]:5700", "bind": "tcp://[0:0::1]:*"})
+    assert (config.broker, config.bind) == ("tcp://[::1]:5700", "tcp://[::1]:0")
+    assert config.transport_choice.host == "::1"
+    config = PDConfig.parse("kv_consumer", {**files, "broker": "tls://[FD00::8]:4222, tls://[fd00:0::9]:4222",
+                                            "bind": "tcp://[::ffff:10.0.0.7]:1"})
+    assert (config.broker, config.bind) == ("tls://[fd00::8]:4222,tls://[fd00::9]:4222", "tcp://10.0.0.7:1")
+    assert "tcp://[fd00::5]:5700" in refused("kv_consumer", {**BROKER, "bind": "tcp://fd00::7:1"}).cure
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """A machine with two addresses and the loopback, and names."""
+    names = {"p": ["10.0.0.6", "fd00::6"], "debian": ["127.0.1.1", "10.0.0.6"], "six": ["fd00::6"],
+             "local": ["127.0.1.1"], "other": ["10.0.0.7"], "broker": ["10.0.0.5", "fd00::5"]}
+
+    def look_up(host, port, **_):
+        if host not in names and not (host[0].isdigit() or ":" in host):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET6 if ":" in one else socket.AF_INET, 1, 6, "", (one, port))
+                for one in reversed(names.get(host, [host]))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(addresses, "is_own", lambda host: host in ("10.0.0.6", "fd00::6") or host.startswith("127."))
+    routes = {"10.0.0.5": "10.0.0.6", "fd00::5": "fd00::6", "127.0.0.1": "127.0.0.1", "10.0.0.6": "10.0.0.6"}
+    monkeypatch.setattr(addresses, "address_towards", routes.get)
+
+
+@pytest.mark.parametrize("name, address", [
+    ("p", "10.0.0.6"), ("six", "[fd00::6]"), ("debian", "10.0.0.6"), ("local", "127.0.1.1")])
+def test_a_name_in_bind_is_the_address_that_it_stands_for(network, files, name, address):
+    config = PDConfig.parse("kv_both", {**BROKER, **files, "bind": f"tcp://{name}:5702"})
+    assert config.bind == f"tcp://{address}:5702"
+    assert parse_bind("--bind", f"tcp://{name}:5700", keyed=True)[0] == address.strip("[]")
+
+
+@pytest.mark.parametrize("name, said", [
+    ("nobody", "nobody has no address (Name or service not known): write a name that this machine can look up"),
+    ("other", "other is 10.0.0.7, and no interface of this machine has that address: write one of its own")])
+def test_b80_a_name_in_bind_that_is_not_of_this_machine(network, files, name, said):
+    error = refused("kv_both", {**BROKER, **files, "bind": f"tcp://{name}:0"})
+    assert error.key == "bind" and said in str(error) and f"'tcp://{name}:0'" in str(error)
+
+
+@pytest.mark.parametrize("broker, bind, address", [
+    ("127.0.0.1:5700", "auto", "127.0.0.1:0"), ("10.0.0.5:5700", "auto", "10.0.0.6:0"),
+    ("10.0.0.5:5700", "tcp://auto:5702", "10.0.0.6:5702"), ("[fd00::5]:1", "tcp://auto:*", "[fd00::6]:0"),
+    ("broker:5700", "auto", "10.0.0.6:0"), ("10.0.0.6:5700", "auto", "10.0.0.6:0"),
+    ("nobody:1,tls://10.0.9.9:1,tls://10.0.0.5:1", "auto", "10.0.0.6:0")])
+def test_auto_is_the_address_that_leads_to_the_broker(network, files, broker, bind, address):
+    scheme = "tls" if "tls" in broker else "tcp"
+    del files["nats_ca"]
+    config = PDConfig.parse("kv_both", {**files, "bind": bind, "broker": f"{scheme}://{broker}"})
+    assert config.bind == f"tcp://{address}"
+
+
+@pytest.mark.parametrize("key, extra, said", [
+    ("bind", {"broker": "tcp://10.0.9.9:5700"}, "no route to the broker at 10.0.9.9: mend that, or write an address"),
+    ("broker", {"broker": "tcp://nobody:5700"}, "nobody has no address (Name or service not known)"),
+    ("bind", {"broker": "tcp://10.0.0.5:1", "bind": "tcp://auto:x"}, "its port is not a number"),
+    ("broker", {"broker": 5}, "it must be a string")])
+def test_b80_auto_without_a_way_to_the_broker(network, files, key, extra, said):
+    error = refused("kv_both", {"bind": "auto", **files, **extra})
+    assert error.key == key and said in str(error)
+
+
+def test_b82_auto_beyond_the_loopback_needs_keys(network, files):
+    error = refused("kv_both", {"bind": "auto", "broker": "nats://10.0.0.5:4222",
+                                "nats_credentials": files["nats_credentials"]})
+    assert error.key == "bind" and "'auto'" in str(error) and "it is 10.0.0.6; beyond this machine's" in str(error)
+
+
+def test_auto_is_for_engines(network):
+    with pytest.raises(ConfigError, match="--bind='auto' can't be used: write it like tcp://127.0.0.1:5700"):
+        parse_bind("--bind", "auto", keyed=True)
+
+
 def test_b80_broker_needs_a_port_of_its_own():
     with pytest.raises(ConfigError, match="1..65535"):
         parse_endpoint("broker", "tcp://127.0.0.1:0")
-    assert parse_endpoint("bind", "tcp://127.0.0.1:0", any_port=True) == ("127.0.0.1", 0)
+    assert parse_bind("bind", "tcp://127.0.0.1:0", any_port=True) == ("127.0.0.1", 0)
 
 
 def documented() -> dict[str, tuple[str, str]]:

@@ -10,10 +10,10 @@ import zmq
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.protocol import messages
 from vllm_pd.protocol.messages import Member, Peers
-from vllm_pd.rpc.addresses import parse_endpoint, parse_nats
+from vllm_pd.rpc.addresses import parse_endpoint, parse_nats, url_of
 from vllm_pd.rpc.call import Call
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.locality import is_here
+from vllm_pd.rpc.locality import is_here, resolve
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.settings.options import Option
@@ -84,7 +84,8 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
         return listed if access.keys or access.nats_credentials else listed.on_this_machine()
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
-    listed = _ask(f"tcp://{host}:{port}", keys, timeout_s, context)
+    resolve(key, broker, host)
+    listed = _ask(url_of(host, port), keys, timeout_s, context)
     return listed if keys is not None else listed.on_this_machine()
 
 

@@ -6,7 +6,8 @@ import ipaddress
 import re
 import socket
 
-from vllm_pd.peer.liveness.process import is_own_address
+from vllm_pd.rpc.addresses import url_of
+from vllm_pd.rpc.locality import is_own
 from vllm_pd.rpc.ports import take_free
 
 
@@ -18,7 +19,7 @@ def seen_from(host: str, address: str) -> str:
     reported = found.group(1).strip("[]")
     if reported == "*" or _is_wildcard(reported):
         reported = host
-    return f"tcp://{f'[{reported}]' if ':' in reported else reported}:{found.group(2)}"
+    return url_of(reported, int(found.group(2)))
 
 
 def of_rank(address: str, rank: int) -> str:
@@ -42,23 +43,30 @@ def with_port(endpoint: str) -> str:
     return f"{endpoint[:-1]}{take_free('0.0.0.0')}" if lacks_port(endpoint) else endpoint
 
 
+async def looked_up(address: str, timeout_s: float) -> str:
+    """The address with one of its host's in place of a name, which libzmq would look up in its own way, and only for
+    IPv4. Raises OSError for an unknown name, TimeoutError."""
+    found = re.fullmatch(r"tcp://([^\[\]:]+):(\d+)", address)
+    if found is None:
+        return address
+    return url_of((await _addresses(found.group(1), timeout_s))[0], int(found.group(2)))
+
+
 async def is_here(host: str, timeout_s: float) -> bool:
     """Whether `host` is this machine, which means that one of its addresses is this machine's. Raises TimeoutError."""
     try:
-        async with asyncio.timeout(timeout_s):
-            found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        return any(map(is_own, await _addresses(host, timeout_s)))
     except OSError as error:
         if isinstance(error, TimeoutError):
             raise
         return False
-    return any(_is_own(family, address) for family, _, _, _, address in found)
 
 
-def _is_own(family: int, address: tuple) -> bool:
-    try:
-        return is_own_address(family, address)
-    except OSError:
-        return False
+async def _addresses(host: str, timeout_s: float) -> list[str]:
+    """Those of IPv4 first."""
+    async with asyncio.timeout(timeout_s):
+        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return [where[0] for family, *_, where in sorted(found, key=lambda one: one[0] != socket.AF_INET)]
 
 
 def _is_wildcard(host: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from starlette.middleware import Middleware
 
@@ -16,6 +15,7 @@ from vllm_pd.frontend.asked import AskedMiddleware
 from vllm_pd.frontend.drain import DrainMiddleware, ServerDrain
 from vllm_pd.frontend.edge import limit_headers
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
+from vllm_pd.rpc.addresses import hosts_of, url_of
 from vllm_pd.settings.engine import PDConfig
 
 if TYPE_CHECKING:
@@ -65,5 +65,5 @@ def attach_events(app: FastAPI, find: Callable[[], notice.EventsNotice]) -> None
 
 def _base_url(server: uvicorn.Config, config: PDConfig) -> str:
     """Where others reach the server: one that listens everywhere, at the address of the control socket."""
-    host = server.host if server.host not in (None, "", "0.0.0.0", "::") else urlsplit(config.bind).hostname
-    return f"{'https' if server.is_ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{server.port}"
+    host = server.host if server.host not in (None, "", "0.0.0.0", "::") else hosts_of(config.bind)[0]
+    return url_of(host, server.port, "https" if server.is_ssl else "http")

@@ -18,14 +18,16 @@ from urllib.parse import urlsplit
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.model.installation import version_of
 from vllm_pd.model.layers import check_layers
-from vllm_pd.rpc.addresses import is_loopback
-from vllm_pd.rpc.locality import address_towards, is_elsewhere
+from vllm_pd.rpc.addresses import AUTO, is_loopback, look_up_broker
+from vllm_pd.rpc.locality import is_own
 from vllm_pd.rpc.ports import require_free
-from vllm_pd.transfer.nixl.devices import net_devices
+from vllm_pd.transfer.nixl.devices import check_variables, net_devices
 from vllm_pd.transfer.transport import MAX_RANKS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from vllm_pd.settings.engine import PDConfig
 
 NIXL_TIMEOUT_S = 300  # it takes a second, on a crowded machine over a minute; a broken installation does not end
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
@@ -149,28 +151,28 @@ def check_bind(bind: str) -> None:
 
 
 def check_meeting(bind: str, broker: str) -> None:
-    """An engine that listens at the loopback alone must not use a broker of another machine: engines there would
-    connect to their own loopback. A broker's name may mean this machine, and is not looked up."""
-    if not is_loopback(urlsplit(bind).hostname):
-        return
-    for host in (urlsplit(one).hostname for one in broker.split(",")):
-        if is_elsewhere(host):
+    """The broker's name must be known: one of them, where several servers are named. And an engine that listens at the
+    loopback alone must not use a broker of another machine: engines there would connect to their own loopback."""
+    for host, addresses in look_up_broker(broker).items():
+        if is_loopback(urlsplit(bind).hostname) and not any(map(is_own, addresses)):
             raise ConfigError("bind", bind, f"the broker is at {host}, on another machine, as engines may be, and none "
-                              "of these reaches this one's loopback: listen at an address of its own, like "
-                              f"tcp://{address_towards(host) or '10.0.0.5'}:0")
+                              "of these reaches this one's loopback: listen at an address of its own: write "
+                              f'"{AUTO}", or one like tcp://10.0.0.6:0')
 
 
-def require_free_bind(bind: str) -> None:
-    """The port that the control socket's address names must be free now."""
-    address = urlsplit(bind)
-    if address.port and ":" not in address.hostname:
-        require_free("bind", address.hostname, [address.port])
+def require_free_bind(config: PDConfig) -> None:
+    """The ports that the settings name must be free now."""
+    address = urlsplit(config.bind)
+    for key, port in (("bind", address.port), ("lifeline_port", config.lifeline_port)):
+        if port:
+            require_free(key, address.hostname, [port])
 
 
 @functools.cache
 def check_nixl(host: str) -> None:
-    """NIXL must be there and able to make an agent with UCX that listens at `host`, an IPv4 address. Tried in a process
-    of its own: its libraries may touch the device, and workers that are forked after that can't. Raises ConfigError."""
+    """NIXL must be there and able to make an agent with UCX that listens at `host`, an address. Tried in a process of
+    its own: its libraries may touch the device, and workers that are forked after that can't. Raises ConfigError."""
+    check_variables()
     try:
         net_devices(host)
     except TransferError as error:

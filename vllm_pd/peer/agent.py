@@ -5,10 +5,10 @@ import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_pd.errors import ConfigError
 from vllm_pd.peer.liveness import process
 from vllm_pd.peer.liveness.lifeline import Lifeline
 from vllm_pd.peer.operators import merged
@@ -17,7 +17,7 @@ from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.peer.sockets import ControlSockets
 from vllm_pd.peer.thread import ControlThread
 from vllm_pd.protocol import messages as m
-from vllm_pd.rpc.addresses import is_loopback
+from vllm_pd.rpc.addresses import hosts_of, is_loopback
 
 if TYPE_CHECKING:
     from vllm_pd.settings.engine import PDConfig
@@ -49,12 +49,18 @@ class ControlAgent:
         self._socket_counters: m.Counters = collections.Counter()
 
     def start(self) -> None:
-        """Bind, make the `protocol` of a member with addresses, and run. ConfigError where `bind` or `broker` can't be
-        used."""
+        """Bind, make the `protocol` of a member with addresses, and run. ConfigError where `bind`, `lifeline_port` or
+        `broker` can't be used."""
         sockets = ControlSockets(self.member.incarnation, self._config, self._front)
         self._socket_counters = sockets.counters
         self._warn_of_loopback()
-        self._lifeline = Lifeline(self.member.incarnation, urlsplit(sockets.address).hostname)
+        try:
+            self._lifeline = Lifeline(self.member.incarnation, hosts_of(self._config.bind)[0],
+                                      self._config.lifeline_port)
+        except OSError as error:
+            sockets.close(0)
+            raise ConfigError("lifeline_port", self._config.lifeline_port, f"{error}: write a free port, or 0"
+                              ) from error
         member = msgspec.structs.replace(self.member, address=sockets.address, lifeline=self._lifeline.address)
         self.protocol = PeerProtocol(self._config, member, self._metadata, self._clock)
         poster = None
@@ -67,8 +73,8 @@ class ControlAgent:
         self.thread.start()
 
     def _warn_of_loopback(self) -> None:
-        hosts = [urlsplit(url).hostname for url in self._config.broker.split(",")]
-        if is_loopback(urlsplit(self._config.bind).hostname) and not all(map(is_loopback, hosts)):
+        broker = hosts_of(self._config.broker)
+        if is_loopback(hosts_of(self._config.bind)[0]) and not all(map(is_loopback, broker)):
             logger.warning("bind=%s: engines of other hosts can't reach this one, and the broker is at %s: in a fleet "
                            "of several hosts write \"bind\": \"tcp://ADDRESS:0\", with this host's address",
                            self._config.bind, self._config.broker)

@@ -10,6 +10,7 @@ does not answer, all workers stay.
 import asyncio
 import logging
 from collections import OrderedDict
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -20,6 +21,8 @@ from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RequestOrder, RouterOptions, parse_worker
 from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
 from vllm_pd.rpc import sockets
+from vllm_pd.rpc.addresses import is_loopback
+from vllm_pd.rpc.locality import is_here
 
 logger = logging.getLogger("vllm.pd.router")
 
@@ -39,6 +42,7 @@ class Membership:
         self._task: asyncio.Task | None = None
         self._context: zmq.Context | None = None  # for all readings of the registry
         self._elsewhere: tuple[str, ...] = ()
+        self._unreachable: tuple[str, ...] = ()
         self.problem = ""
 
     def start(self) -> None:
@@ -83,6 +87,7 @@ class Membership:
     def update(self, members: list[Member], now_s: float) -> None:
         """Add and remove workers so that they fit the registry's present `members`."""
         wanted: dict[str, Member] = {}
+        members = self._reachable(members)
         for member in members:
             if member.http and self._has_use_for(member) and not member.draining:
                 try:
@@ -101,6 +106,15 @@ class Membership:
                 logger.info("worker %s has left", worker.url)
                 self._missing_since.pop(worker.url, None)
                 self._workers.remove(worker.url)
+
+    def _reachable(self, members: list[Member]) -> list[Member]:
+        unreachable = [member for member in members if _keeps_to_its_loopback(member)]
+        addresses = tuple(member.address for member in unreachable)
+        if addresses and addresses != self._unreachable:
+            logger.warning("engines of other machines are left out, whose servers listen at the loopback there, %s: "
+                           "give each the --host by which this machine reaches it", ", ".join(addresses[:8]))
+        self._unreachable = addresses
+        return [member for member in members if member not in unreachable]
 
     def _note_elsewhere(self, addresses: tuple[str, ...]) -> None:
         if addresses and addresses != self._elsewhere:
@@ -147,6 +161,16 @@ class Membership:
                 self._missing_since.clear()
             self._metrics.registry_silent.set(bool(self.problem))
             await asyncio.sleep(self._options.registry_period_s)
+
+
+def _keeps_to_its_loopback(member: Member) -> bool:
+    """Whether this engine is on another machine, and says that its server is on the loopback: at ours is something
+    else."""
+    try:
+        host = urlsplit(member.http).hostname or ""
+    except ValueError:
+        return False
+    return (host == "localhost" or is_loopback(host)) and not is_here(member.address)
 
 
 def _ended(task: asyncio.Task) -> None:

@@ -12,7 +12,8 @@ from typing import Annotated
 
 from vllm_pd.broker.members import Access
 from vllm_pd.errors import ConfigError
-from vllm_pd.rpc.addresses import is_loopback, parse_endpoint
+from vllm_pd.rpc.addresses import is_loopback, is_name, own_address, parse_endpoint, refuse_unbracketed, url_of
+from vllm_pd.rpc.locality import resolve
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.settings.options import Option
 
@@ -105,8 +106,7 @@ class RouterOptions:
         operator_key = _key("--operator-key", self.operator_key, OPERATOR_KEY_VARIABLE)
         if operator_key is not None and operator_key == api_key:
             raise ConfigError("--operator-key", "***", "write another key than --api-key, which clients have")
-        host = "127.0.0.1" if self.host == "localhost" else self.host
-        _check_host(host, keyed=api_key is not None)
+        host = _checked_host(self.host, keyed=api_key is not None)
         for name in _POSITIVE:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -143,6 +143,7 @@ def parse_worker(key: str, url: object) -> str:
     cure = f"write it like {_EXAMPLE_WORKER}"
     if not isinstance(url, str) or "@" in url:
         raise ConfigError(key, "***" if isinstance(url, str) else url, cure)
+    refuse_unbracketed(key, url)
     try:
         parts = urllib.parse.urlsplit(url.strip())
         port = parts.port
@@ -150,8 +151,8 @@ def parse_worker(key: str, url: object) -> str:
         raise ConfigError(key, url, f"{error}: {cure}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(key, url, cure)
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port or (443 if parts.scheme == 'https' else 80)}{parts.path.rstrip('/')}"
+    port = port or (443 if parts.scheme == "https" else 80)
+    return url_of(parts.hostname, port, parts.scheme) + parts.path.rstrip("/")
 
 
 def parse_events(key: str, value: str) -> tuple[str, str, str | None]:
@@ -188,7 +189,8 @@ def _check_broker(broker: str, access: Access) -> None:
     if NatsAddress.is_url(broker):
         access.nats("--broker", broker)
     else:
-        parse_endpoint("--broker", broker, keyed=access.load_keys() is not None)
+        host, _ = parse_endpoint("--broker", broker, keyed=access.load_keys() is not None)
+        resolve("--broker", broker, host)
 
 
 def _key(option: str, given: str | None, variable: str) -> str | None:
@@ -204,11 +206,14 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_host(host: str, *, keyed: bool) -> None:
+def _checked_host(host: str, *, keyed: bool) -> str:
+    """The address to listen at."""
+    address = "127.0.0.1" if host == "localhost" else own_address("--host", host, host) if is_name(host) else host
     try:
-        address = ipaddress.ip_address(host)
+        ipaddress.ip_address(address)
     except ValueError:
-        raise ConfigError("--host", host, "write an IP address of this machine, like 127.0.0.1") from None
-    if not keyed and not (is_loopback(host) or address.is_loopback):
+        raise ConfigError("--host", host, "write an address or a name of this machine, like 127.0.0.1") from None
+    if not keyed and not is_loopback(address):
         raise ConfigError("--host", host, "beyond this machine's loopback it needs a key: add --api-key, or stay on "
                           "127.0.0.1")
+    return address

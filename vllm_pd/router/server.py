@@ -42,8 +42,7 @@ def serve(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
     if router.max_clients < router.options.max_connections:
         logger.warning("clients may have %d connections, not %d: no more descriptors are allowed (ulimit -n)",
                        router.max_clients, router.options.max_connections)
-    if ":" not in router.options.host:
-        require_free("--port", router.options.host, [router.options.port])
+    require_free("--port", router.options.host, [router.options.port])
     RouterServer(router).run()
 
 

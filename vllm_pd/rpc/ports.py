@@ -25,18 +25,31 @@ def require_free(key: str, host: str, ports: Iterable[int]) -> None:
     for port in ports:
         error = _bind_error(host, port)
         if error is not None:
-            raise ConfigError(key, f"{host}:{port}", _bind_cure(error))
+            raise ConfigError(key, _shown(host, port), _bind_cure(error))
 
 
 def _bind_error(host: str, port: int) -> OSError | None:
     """Why no server could listen at (host, port) now; None where one could."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with _probe(host) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            return error
+    except OSError as error:
+        return error
     return None
+
+
+def _probe(host: str) -> socket.socket:
+    """A TCP socket of the family of this address. Raises OSError where the system lacks it."""
+    if ":" not in host:
+        return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    probe = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # `::` as servers have it
+    return probe
+
+
+def _shown(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _bind_cure(error: OSError) -> str:
@@ -44,7 +57,7 @@ def _bind_cure(error: OSError) -> str:
         return "that port is in use: stop what listens there, or write another one"
     if error.errno in (errno.EACCES, errno.EPERM):
         return f"{error.strerror}: write a port at which you may listen"
-    return f"{error.strerror}: write an IPv4 address of this machine"
+    return f"{error.strerror}: write an address of this machine"
 
 
 def require_free_front(address: str, engine_id: str) -> None:
@@ -71,7 +84,7 @@ def reserve(key: str, host: str, ports: Iterable[int]) -> list[socket.socket]:
             reserved[-1].bind(f"\0vllm-pd-port-{host}:{port}")  # no file: the name ends with the socket
         except OSError as error:
             release(reserved)
-            raise ConfigError(key, f"{host}:{port}", "another `vllm-pd up` has that port: end it, or write another "
+            raise ConfigError(key, _shown(host, port), "another `vllm-pd up` has that port: end it, or write another "
                               "one") from error
     return reserved
 
@@ -100,7 +113,7 @@ def take_free(host: str) -> int:
         port = _LOWEST + turn % count
         if is_free(host, port):
             return port
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with _probe(host) as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
 

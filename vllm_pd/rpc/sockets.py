@@ -10,12 +10,14 @@ import contextlib
 import os
 import threading
 from enum import Enum
+from urllib.parse import urlsplit
 
 import zmq
 
 from vllm_pd.rpc import gate
 from vllm_pd.rpc.codec import MAX_FRAME_BYTES
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.locality import needs_ipv6
 
 HIGH_WATER_MESSAGES = 1000
 RECONNECT_MS = 50
@@ -87,8 +89,10 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.
 def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
     connection stands, and one whose other end is silent for SILENT_MS is replaced; else a bounded number of messages
-    waits for it, for as long as TCP does. Raises zmq.ZMQError for a bad address."""
+    waits for it, for as long as TCP does. A name in the address is looked up, which may take seconds; where it has
+    addresses of IPv4, only they are used. Raises zmq.ZMQError for a bad address."""
     socket = _dealer(context, address, only_connected, keys)
+    socket.setsockopt(zmq.IPV6, int(needs_ipv6(urlsplit(address).hostname)))
     if only_connected:
         _end_when_silent(socket)
     try:

@@ -20,7 +20,15 @@ from vllm_pd.decisions.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
 from vllm_pd.protocol.messages import Role
 from vllm_pd.protocol.metaserver import is_metaserver
-from vllm_pd.rpc.addresses import EXAMPLE_BROKER, parse_endpoint, parse_nats
+from vllm_pd.rpc.addresses import (
+    EXAMPLE_BIND,
+    EXAMPLE_BROKER,
+    hosts_of,
+    parse_bind,
+    parse_endpoint,
+    parse_nats,
+    url_of,
+)
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 from vllm_pd.settings.store import StoreSettings
@@ -68,7 +76,10 @@ class PDConfig:
     role: Role
     broker: str = field(metadata={"rule": Rule("Where the broker listens. There is no default: an engine without a "
                                                "broker has no peers.")})
-    bind: str = _key("tcp://127.0.0.1:0", "Where this engine's control socket listens; port 0 takes a free one.")
+    bind: str = _key(EXAMPLE_BIND, "Where this engine's control socket listens; port 0 takes a free one. `auto`: at "
+                     "the address of this machine that leads to the broker.")
+    lifeline_port: int = _key(0, "The port at the address of `bind` by which other machines see that this engine's "
+                              "process exists; 0: a free one.", least=0, most=65535)
     keys: str | None = _key(
         None, "The file with the cluster's key, which `vllm-pd keys` makes: the sockets then speak only to those that "
         "have it. Needed beyond the loopback.")
@@ -155,7 +166,8 @@ class PDConfig:
         """The settings of an engine with this `kv_role` and `kv_connector_extra_config`.
 
         Raises ConfigError for the first key that is unknown, missing, of a wrong type or out of bounds. Reads files
-        that are named, but opens no socket (see `vllm_pd.rpc.ports` for that).
+        that are named, and looks for the address of a `bind` that is a name or `auto`, but not whether a port is free
+        (see `vllm_pd.rpc.ports` for that).
         """
         if kv_role not in KV_ROLES:
             raise ConfigError("kv_role", kv_role, f"write one of {', '.join(KV_ROLES)}")
@@ -219,7 +231,7 @@ class PDConfig:
     @property
     def transport_choice(self) -> TransportChoice:
         """The transport, which listens where the control socket does."""
-        return TransportChoice(TransportKind(self.transport), self.bind.removeprefix("tcp://").rpartition(":")[0])
+        return TransportChoice(TransportKind(self.transport), hosts_of(self.bind)[0])
 
     def _check_pairs(self) -> None:
         if self.is_two_sided and self.prefix_reads == PrefixReads.ALWAYS.value:
@@ -230,6 +242,8 @@ class PDConfig:
                               f'write "max_local_prefill_tokens": "{AUTO}" too, or leave it out')
         if self.nats_ca is not None:
             check_encrypted("nats_ca", self.nats_ca, self.broker)
+        if self.lifeline_port and self.bind.endswith(f":{self.lifeline_port}"):
+            raise ConfigError("lifeline_port", self.lifeline_port, "bind has that port: write another one, or 0")
         if self.ttl_s < 2 * self.heartbeat_s:
             raise ConfigError("ttl_s", self.ttl_s, f"one lost heartbeat would drop a live engine: write at least "
                               f"{2 * self.heartbeat_s:g} (twice heartbeat_s)")
@@ -291,7 +305,7 @@ def _checked_number(key: dataclasses.Field, value: Any, name: str) -> Any:
 
 _TEXTS = {
     "broker": f"write it like {EXAMPLE_BROKER}",
-    "bind": "write it like tcp://127.0.0.1:0",
+    "bind": f"write it like {EXAMPLE_BIND}",
     "keys": "write the name of the file that vllm-pd keys made",
     "nats_credentials": "write the name of a file",
     "nats_ca": "write the name of a file",
@@ -304,9 +318,11 @@ _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,32}")
 def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
     if name == "broker" and NatsAddress.is_url(value):
         return parse_nats(name, value, keyed="nats_credentials" in values)
-    if name in ("broker", "bind"):
-        host, port = parse_endpoint(name, value, any_port=name == "bind", keyed="keys" in values)
-        return f"tcp://{host}:{port}"
+    if name == "broker":
+        return url_of(*parse_endpoint(name, value, keyed="keys" in values))
+    if name == "bind":
+        broker = _checked(next(key for key in PDConfig.settings() if key.name == "broker"), values["broker"], values)
+        return url_of(*parse_bind(name, value, any_port=True, keyed="keys" in values, broker=broker))
     if name == "keys":
         Keys.load(value)
     elif name == "nats_credentials":

@@ -41,10 +41,12 @@ def claim(engine_args: EngineArgs) -> None:
     transfer = engine_args.kv_transfer_config
     extra = dict(transfer.kv_connector_extra_config or {})
     config = PDConfig.parse(transfer.kv_role, extra)
+    if "bind" in extra:
+        extra["bind"] = config.bind  # what a name or `auto` is now, for all processes of the engine
     if config.metaservers is not None:
         raise ConfigError("metaservers", config.metaservers, "leave it out, or use V1: engines of V0 post no jobs")
     _check_arguments(engine_args)
-    require_free_bind(config.bind)
+    require_free_bind(config)
     selection.select(CONNECTOR)
     choose_prefix_caching(engine_args)
     if not config.role.decodes:

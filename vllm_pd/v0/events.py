@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import zmq
 from vllm.core.block.prefix_caching_block import PrefixCachingBlockAllocator
@@ -26,6 +25,7 @@ from vllm_pd.events.messages import EngineLoad, KVEvent
 from vllm_pd.events.metrics import EventMetrics
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink, Salt
+from vllm_pd.rpc.addresses import hosts_of, url_of
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import is_free
 from vllm_pd.settings.engine import PDConfig
@@ -60,7 +60,7 @@ def attach_events(engine: LLMEngine) -> None:
         None if events.replay_endpoint is None else reach.with_port(events.replay_endpoint)))
     host, keys = _side_host(config.additional_config)
     try:
-        side = SidePort(f"tcp://{host}:0", keys)
+        side = SidePort(url_of(host, 0), keys)
     except zmq.ZMQError as error:
         raise ConfigError("bind", host, f"the events' side socket can't listen there: {error}") from error
     try:
@@ -171,7 +171,7 @@ def _side_host(additional: Any) -> tuple[str, Keys | None]:
     if settings is None:
         return "127.0.0.1", None
     config = PDConfig.parse(settings["kv_role"], settings["extra"])
-    return urlsplit(config.bind).hostname, Keys.load(config.keys) if config.keys is not None else None
+    return hosts_of(config.bind)[0], Keys.load(config.keys) if config.keys is not None else None
 
 
 def _publish_to(publisher: EventPublisher) -> Callable[[list[KVEvent]], None]:

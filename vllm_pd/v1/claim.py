@@ -100,6 +100,8 @@ def claim(config: VllmConfig) -> None:
         ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
         check_config(config, ours)
         own = {OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}}
+        if "bind" in transfer.kv_connector_extra_config:  # what a name or `auto` is now, for all processes
+            own["bind"] = ours.bind
         # A copy: the user's may be used for another engine.
         config.kv_transfer_config = dataclasses.replace(
             transfer, kv_role="kv_both", kv_connector_extra_config=transfer.kv_connector_extra_config | own,
@@ -153,11 +155,13 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
         raise ConfigError("VLLM_ENABLE_V1_MULTIPROCESSING", 0, "unset it: an engine that runs in its caller's loop "
                           "can't sleep while its requests wait for peers")
-    if parallel.data_parallel_size > 1 and not ours.bind.endswith(":0"):
-        raise ConfigError("bind", ours.bind, "write port 0: each data-parallel rank listens at a port of its own")
+    for key, value, is_free in (("bind", ours.bind, ours.bind.endswith(":0")),
+                                ("lifeline_port", ours.lifeline_port, not ours.lifeline_port)):
+        if parallel.data_parallel_size > 1 and not is_free:
+            raise ConfigError(key, value, "write port 0: each data-parallel rank listens at a port of its own")
     check_bind(ours.bind)
     check_meeting(ours.bind, ours.broker)
-    require_free_bind(ours.bind)
+    require_free_bind(ours)
     check_ports(config)
     pin_weights(config)
     ours.transport_choice.check_device(config.device_config.device_type)

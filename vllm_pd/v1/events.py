@@ -22,6 +22,7 @@ from vllm_pd.events.announcer import EventAnnouncer
 from vllm_pd.events.messages import EngineLoad
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
+from vllm_pd.rpc.addresses import hosts_of, url_of
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import require_free
 from vllm_pd.settings.engine import PDConfig
@@ -55,7 +56,7 @@ def check_ports(config: VllmConfig) -> None:
             if endpoint is None or not (key == "replay_endpoint" or reach.listens(endpoint)):
                 continue
             address = urlsplit(reach.of_rank(endpoint, rank).replace("*", "0.0.0.0"))
-            if address.scheme != "tcp" or ":" in address.hostname or not address.port:
+            if address.scheme != "tcp" or not address.port:
                 continue
             name = f"kv_events_config.{key}"
             if (address.hostname, address.port) in taken:
@@ -69,9 +70,9 @@ def report_load(config: PDConfig, front: str, scheduler: HandoverScheduling,
                 binding: EngineHandover) -> Callable[[], None]:
     """Report the engine's load to routers. Returns what ends it. Raises ConfigError where the side socket can't
     listen at the host of `bind`."""
-    host = urlsplit(config.bind).hostname
+    (host, ) = hosts_of(config.bind)
     try:
-        side = SidePort(f"tcp://{host}:0", Keys.load(config.keys) if config.keys is not None else None)
+        side = SidePort(url_of(host, 0), Keys.load(config.keys) if config.keys is not None else None)
     except zmq.ZMQError as error:
         raise ConfigError("bind", config.bind, f"the load's side socket can't listen there: {error}") from error
     # It announces no blocks: its sink stays empty.

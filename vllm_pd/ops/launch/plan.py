@@ -150,6 +150,9 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     if not configs[Role.DECODE].bind.endswith(":0"):
         raise ConfigError("--pd bind", options.pd["bind"], "each engine needs a control port of its own: write port 0, "
                           "or leave it out")
+    if configs[Role.DECODE].lifeline_port:
+        raise ConfigError("--pd lifeline_port", options.pd["lifeline_port"], "each engine needs one of its own: leave "
+                          "it out")
     if prefill_first and not configs[Role.PREFILL].holds_prompts:
         raise ConfigError("--order", options.order, "with these settings no prefill engine keeps a prompt: leave out "
                           "--pd transport=torch and --pd hold_s=0, or --order")

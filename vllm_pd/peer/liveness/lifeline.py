@@ -14,6 +14,8 @@ import hashlib
 import os
 import socket
 
+from vllm_pd.rpc.addresses import url_of
+
 BACKLOG = 128
 MAX_ACCEPTS = 64
 MAGIC = b"vllm-pd lifeline\n"
@@ -28,14 +30,16 @@ def greeting(incarnation: str) -> bytes:
 
 
 class Lifeline:
-    """The listening socket of this engine, on a free port of `host`. Raises OSError where it can't listen there."""
+    """The listening socket of this engine, at this port of `host`, an address; 0: a free one. Raises OSError where it
+    can't listen there."""
 
-    def __init__(self, incarnation: str, host: str):
+    def __init__(self, incarnation: str, host: str, port: int = 0):
         self._greeting = greeting(incarnation)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            self._socket.bind((host, 0))
+            # For a fixed port: the connections of an engine that has ended do not count. Whoever listens does.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
+            self._socket.bind((host, port))
             self._socket.listen(BACKLOG)
         except OSError:
             self._socket.close()
@@ -43,8 +47,7 @@ class Lifeline:
         self._socket.setblocking(False)
         self._spare = _spare()
         _open.add(self._socket)
-        bound = f"[{host}]" if family == socket.AF_INET6 else host
-        self.address = f"tcp://{bound}:{self._socket.getsockname()[1]}"
+        self.address = url_of(host, self._socket.getsockname()[1])
 
     def fileno(self) -> int:
         """What to poll for reading."""

@@ -9,11 +9,11 @@ too.
 import functools
 import multiprocessing
 import os
-import socket
 import uuid
 from urllib.parse import urlsplit
 
 from vllm_pd.protocol.messages import Fingerprint, Load, Member, Process, Role
+from vllm_pd.rpc.locality import is_own
 
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted from the state, which follows the name in brackets
 
@@ -90,41 +90,11 @@ def _times(member: Member) -> list[int | None] | None:
         if member.address and not _is_here(urlsplit(member.address).hostname or ""):
             return None
         return [start_time(process.pid) for process in member.processes]
-    except (OSError, ValueError):  # a bad address
+    except (OSError, ValueError):  # not known, or no address
         return None
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_here(host: str) -> bool:
-    family, _, _, _, where = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
-    return is_own_address(family, where)
-
-
-def is_own_address(family: int, where: tuple) -> bool:
-    """Whether this is an address of this machine, and of this network namespace: one can listen there. Where one can
-    listen at any address: what is sent to it comes from itself, which holds for each interface's first address only.
-    `family` and `where` are of `socket.getaddrinfo`; the port does not matter. Raises OSError where that is not
-    known."""
-    binds_anywhere = _binds_anywhere(family)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            if binds_anywhere:
-                probe.connect((where[0], 1, *where[2:]))  # sends nothing
-            else:
-                probe.bind((where[0], 0, *where[2:]))
-        except OSError:
-            return False
-        return probe.getsockname()[0] == where[0]
-
-
-def _binds_anywhere(family: int) -> bool:
-    """Whether a socket can be bound to an address that this machine does not have; also where that is not known."""
-    version = "ipv6" if family == socket.AF_INET6 else "ipv4"
-    try:
-        with open(f"/proc/sys/net/{version}/ip_nonlocal_bind", encoding="ascii") as file:
-            return file.read().strip() != "0"
-    except FileNotFoundError:
-        return True
+_is_here = functools.lru_cache(maxsize=4096)(is_own)
 
 
 def lost(member: Member) -> Process | None:

@@ -208,7 +208,7 @@ class Subscriber:
 
     async def _reachable(self, notice: EventsNotice) -> EventsNotice:
         """The notice with the addresses to use from this machine, without those that only the engine's machine can
-        reach. Raises PDError where none is left, TimeoutError."""
+        reach. Raises PDError where none is left, OSError for an unknown name, TimeoutError."""
         host = urlsplit(self.url).hostname or "127.0.0.1"
         if not notice.events:
             self._warn("its publisher does not listen, so only a snapshot is read every second: start the engine with "
@@ -217,6 +217,7 @@ class Subscriber:
                 if (address := getattr(notice, name))}
         for address in notice.loads[self._rank:self._rank + 1]:
             seen["load"] = reach.seen_from(host, address)
+        seen = {name: await reach.looked_up(address, FIND_TIMEOUT_S) for name, address in seen.items()}
         local = [name for name, address in seen.items() if sockets.is_local(address)]
         if local and notice is not self._configured and not await reach.is_here(host, FIND_TIMEOUT_S):
             self._warn(", ".join(f"{name} {seen[name]}" for name in local) + " can be reached from the engine's own "

@@ -37,7 +37,7 @@ class TransferState(Enum):
 
 
 class NixlAgent:
-    """A NIXL agent named `name`, which listens at `host`, an IPv4 address (`vllm_pd.transfer.nixl.devices`). Every
+    """A NIXL agent named `name`, which listens at `host`, an address (`vllm_pd.transfer.nixl.devices`). Every
     method raises TransferError for any error of the library. After `destroy` no other method may be called.
 
     Handles are integers. The caller owns them and must release them. Descriptor rows are uint64 [n, 5] = address,

@@ -6,8 +6,9 @@ all devices of the machine. Here they are the interface that has the address of 
 loopback, the machine's RDMA ports. Processes of one machine also meet in shared memory, and on one GPU by CUDA IPC; UCX
 counts neither as a network device.
 
-UCX takes names of interfaces, not addresses, and listens at the first address of each. So an address that is not the
-first of its interface is refused: UCX would listen somewhere else. UCX uses a bridge only with UCX_TCP_BRIDGE_ENABLE.
+UCX takes names of interfaces, not addresses, and listens at the first address of each, of IPv4 unless it is told
+otherwise; it skips the link-local ones of IPv6. So an address that is not the first of its kind is refused: UCX would
+listen somewhere else. UCX uses a bridge only with UCX_TCP_BRIDGE_ENABLE.
 
 Where an operator has set UCX_NET_DEVICES, nothing here changes it.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -23,39 +25,59 @@ from pathlib import Path
 
 import psutil
 
-from vllm_pd.errors import TransferError
+from vllm_pd.errors import ConfigError, TransferError
 
 VARIABLE = "UCX_NET_DEVICES"
 BRIDGES = "UCX_TCP_BRIDGE_ENABLE"
+FAMILY = "UCX_TCP_AF_PRIO"
+PORTS = "UCX_TCP_PORT_RANGE"
 SYSTEM = Path("/sys/class")
 CURE = f"or set {VARIABLE} to the devices that UCX shall use"
 _lock = threading.Lock()  # variables belong to the process
 
 
 def net_devices(host: str, system: Path = SYSTEM) -> dict[str, str]:
-    """UCX's variables for an engine that listens at this IPv4 address; none where an operator has chosen. Raises
+    """UCX's variables for an engine that listens at this address; none where an operator has chosen. Raises
     TransferError where UCX can't listen there."""
     if os.environ.get(VARIABLE):
         return {}
-    loopback = ipaddress.IPv4Address(host).is_loopback
-    interface, first = _interface("127.0.0.1" if loopback else host)
+    address = ipaddress.ip_address(host)
+    loopback = address.is_loopback
+    interface, first = _interface("127.0.0.1" if loopback and address.version == 4 else host)
+    family = {FAMILY: "inet6,inet"} if address.version == 6 else {}
     if not loopback and first != host:
         raise TransferError(f"UCX listens at {first}, the first address of {interface}, and not at {host} of `bind`: "
                             f"bind to {first}, give {host} an interface of its own, {CURE}")
     if loopback:
-        return {VARIABLE: interface}
+        return {VARIABLE: interface, **family}
     ports = sorted(f"{port.parent.parent.name}:{port.name}" for port in system.glob("infiniband/*/ports/*"))
     bridge = {BRIDGES: "y"} if (system / "net" / interface / "bridge").exists() else {}
-    return {VARIABLE: ",".join([interface, *ports]), **bridge}
+    return {VARIABLE: ",".join([interface, *ports]), **bridge, **family}
+
+
+def check_variables(system: Path = SYSTEM) -> None:
+    """Raises ConfigError where an operator has given UCX devices of which this machine lacks one, or ports that are
+    none: UCX ignores a device that it does not know, and takes ports modulo 65536."""
+    names = os.environ.get(VARIABLE, "")
+    known = {name for _, name in socket.if_nameindex()} | {path.name for path in system.glob("infiniband/*")}
+    for name in (one.partition(":")[0] for one in names.removeprefix("^").split(",") if names):
+        if re.fullmatch(r"[\w.-]+", name) and name not in known | {"all"}:  # else it is a pattern
+            raise ConfigError(VARIABLE, names, f"this machine has no network device {name}: write names of interfaces "
+                              "and RDMA ports, like eth0,mlx5_0:1, or unset it")
+    ports = os.environ.get(PORTS, "")
+    found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", ports)
+    if ports and not (found and int(found[1]) <= int(found[2] or found[1]) <= 65535):
+        raise ConfigError(PORTS, ports, "there is no such port: write the first and the last one, like 30000-30999")
 
 
 def _interface(host: str) -> tuple[str, str]:
-    """The interface that has this address, and its first IPv4 address, in the order of the kernel and of UCX."""
+    """The interface that has this address, and its first one of that kind, in the order of the kernel and of UCX."""
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     first: dict[str, str] = {}
     for name, addresses in psutil.net_if_addrs().items():
         interface = name.partition(":")[0]  # "eth0:1" is a second address of eth0
         for address in addresses:
-            if address.family != socket.AF_INET:
+            if address.family != kind or "%" in address.address:  # a link-local one
                 continue
             first.setdefault(interface, address.address)
             if address.address == host:

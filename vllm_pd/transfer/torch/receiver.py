@@ -128,7 +128,8 @@ class WriteReceiver:
         self._unproved: dict[ControlConnection, None] = {}  # of those: they have not proved that they know the token
         self._has_refused = False  # whether a sender was refused because there were too many
         self._threads: list[threading.Thread] = []  # of connections; a few of them may have ended
-        self._socket = socket.create_server((host, 0), backlog=128)
+        self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                                            backlog=128)
         self.port: int = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="vllm-pd-accept", daemon=True)
         self._thread.start()
