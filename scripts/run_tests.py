@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the folders of tests/ in two lanes, and what failed once more: scripts/test.sh calls it.
 
-All run in the environment of this process, which is that of engine V0, but tests/v1: that folder's is made when its
-turn comes.
+All run in the environment of this process, which is that of engine V0, but tests/v1 and tests/v1_hosts: theirs is made
+when their turn comes.
 
     run_tests.py [--fast | --rest | --all] [pytest arguments]
 """
@@ -22,12 +22,12 @@ LANES = {
     "others": ("series", "unit", "proof", "sockets", "router", "peers", "transfer", "wheel"),
 }
 REST = {  # what only a change of the patches, of engine V0 or of the step sync can break
-    "engines": ("e2e", ),
+    "engines": ("e2e", "v1_hosts"),
     "others": ("dp", "upstream", "dp_protocol", "hosts"),
 }
 # Folders with an environment of their own, and what starts pytest there.
 V1_PYTEST = ("bash", "-c", 'VLLM_PD_ENGINE=v1 . scripts/env.sh && exec python -m pytest "$@"', "pytest-v1")
-COMMANDS = {"tests/v1": V1_PYTEST}
+COMMANDS = {"tests/v1": V1_PYTEST, "tests/v1_hosts": V1_PYTEST}
 FAST = {
     "engines": ("e2e/test_tokens.py::test_b1_greedy_tokens_equal_those_of_one_engine",),
     "others": ("series", "unit", "proof"),

@@ -10,7 +10,7 @@
 # end, and build/tests has the outputs. A test that failed runs once more, alone, after everything else; if it passes then, it is
 # listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
 # With a path below tests/ among the arguments, that is what runs, once, heavy or not. Does all the set-up itself (scripts/env.sh):
-# tests/v1 gets the environment of engine V1 (VLLM_PD_ENGINE=v1), everything else that of V0. Only another path, given alone, runs
+# tests/v1 and tests/v1_hosts get the environment of engine V1 (VLLM_PD_ENGINE=v1), everything else that of V0. Only another path, given alone, runs
 # where VLLM_PD_ENGINE says. tests/v1 and another path can't be given together.
 
 set -u
@@ -21,10 +21,10 @@ for argument in "$@"; do
     case $before:${path#"$PWD"/} in
         --ignore:* | --ignore-glob:* | --deselect:* | --rootdir:* | --confcutdir:* | --basetemp:* | --junit*xml:* | --log-file:* | -c:*)
             ;; # the value of an option
-        *:tests/v1 | *:tests/v1/*) v1=$argument ;;
+        *:tests/v1 | *:tests/v1/* | *:tests/v1_hosts | *:tests/v1_hosts/*) v1=$argument ;;
         *:tests | *:tests/) v1=tests/v1 others=$argument ;;
         *:tests/*) others=$argument ;;
-        *:/*/tests/v1 | *:/*/tests/v1/*) v1=$argument ;;
+        *:/*/tests/v1 | *:/*/tests/v1/* | *:/*/tests/v1_hosts | *:/*/tests/v1_hosts/*) v1=$argument ;;
         *:/*) others=$argument ;;
     esac
     before=$argument

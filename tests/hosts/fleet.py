@@ -161,16 +161,16 @@ class Fleet:
         host.start([*VLLM_PD, "broker", "--bind", self.url, "--keys", str(self.keys)], subprocess.DEVNULL,
                    host.folder / "broker.log", environment)
 
-    def status(self, host: Host, engine: str) -> set[str]:
-        """The lines of `vllm-pd status ENGINE` on that host."""
-        return set(self._operate(host, "status", engine))
+    def status(self, host: Host, *engine: str) -> set[str]:
+        """The lines of `vllm-pd status [ENGINE]` on that host."""
+        return set(self._operate(host, "status", *engine))
 
     def say_gone(self, host: Host, engine: str) -> list[str]:
         """The lines of `vllm-pd gone ENGINE` on that host."""
         return self._operate(host, "gone", engine)
 
-    def _operate(self, host: Host, command: str, engine: str) -> list[str]:
-        return host.run("env", f"PYTHONPATH={ROOT}", *VLLM_PD, command, engine, "--broker", self.url, "--keys",
+    def _operate(self, host: Host, *command: str) -> list[str]:
+        return host.run("env", f"PYTHONPATH={ROOT}", *VLLM_PD, *command, "--broker", self.url, "--keys",
                         str(self.keys)).splitlines()
 
     def engine(self, host: Host, role: str, head_size: int = SMALL_HEAD,

@@ -136,10 +136,10 @@ class Host:
         self._programs.append(program)
         return program
 
-    def run(self, *command: str) -> str:
-        """The output of a command on it. Raises CalledProcessError."""
+    def run(self, *command: str, timeout_s: float = COMMAND_S) -> str:
+        """The output of a command on it. Raises CalledProcessError, TimeoutExpired."""
         return subprocess.run(self._entered(list(command)), check=True, capture_output=True, text=True,
-                              timeout=COMMAND_S).stdout
+                              timeout=timeout_s).stdout
 
     def listening(self) -> set[str]:
         """The addresses at which any process of it listens, by TCP or UDP, as `ss` has them."""
