@@ -42,6 +42,10 @@ class TransferError(PDError):
     """A transfer, or the peer it went to, failed. Ends one attempt or one peer, never an engine."""
 
 
+class PeerNotAdded(TransferError):
+    """The transport can't connect to a peer that it was to move blocks from or to. None has moved."""
+
+
 class ControlError(PDError):
     """The control thread can't start or has ended."""
 

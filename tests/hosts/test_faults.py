@@ -138,6 +138,34 @@ def test_b107_a_fabric_that_is_cut_costs_few_prompts_their_time(hosts):
     end_well(p, d)
 
 
+def test_b107_a_firewall_that_drops_the_ports_of_kv_stops_nobody_else(rack, hosts):
+    """B107: who sets a fleet up forgets them. P can't write to that D, whose prompts fall back at once, and goes on for
+    the others."""
+    broker, prefill, decode = hosts
+    fleet = Fleet(broker, attempt_deadline_s=20.0)
+    decode.drop("eth0", "30000-30099")
+    p = fleet.engine(prefill, "kv_producer").start()
+    d = fleet.engine(decode, "kv_consumer", environment={"UCX_TCP_PORT_RANGE": "30000-30099"}).start()
+    e = fleet.engine(rack.host("e"), "kv_consumer").start()
+    for engine in (d, e):
+        engine.wait_until(lambda report: report["prefill_peers"] == 1, "P is there")
+    d.ask("load", PROMPT_EVERY_S)
+    until_s, longest_s = time.monotonic() + 40.0, 0.0
+    while time.monotonic() < until_s:
+        begin = time.monotonic()
+        assert e.serve(blocks=1) == {"remote": 1}
+        longest_s = max(longest_s, time.monotonic() - begin)
+    assert longest_s < 15.0  # one try at a time, of 3 s
+    assert p.report()["gauges"]["unadded"] == 1 and p.member["incarnation"] in d.report()["degraded"]
+    d.ask("load", 0)
+    assert set(d.take_ended().values()) == {"local"}
+    decode.accept()
+    d.hands_over(45.0)
+    for engine in (p, d, e):
+        engine.rests(BACK_S)
+        engine.keeps_free_blocks()
+
+
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_b108_an_operator_says_that_a_host_is_gone(rack, hosts, is_gone):
     """B108: `vllm-pd gone` gives D's blocks back at once, long before the lease is over. It is a mistake: nothing is

@@ -205,6 +205,8 @@ class LightEngine:
         for notice in progress.notices:
             arrival = ArrivalNotice.decode(notice.payload)
             self.agent.protocol.decode.arrived(arrival.attempt, arrival.rank)
+        for refusal in progress.refused:
+            self.agent.protocol.prefill.peer_unadded(refusal.peer, refusal.reason)
         for made in progress.made:
             if made.error:
                 self.agent.protocol.transport.not_renewed(made.error)

@@ -98,6 +98,8 @@ class DecodeSession(Session):
             self._parted.add(peer)
             self._do(reads.unproven(self._clock(), attempt, error))
         else:
+            if error and peer:
+                self._core.failed_paths.failed(self._clock(), peer, attempt.number, self._core.last_number)
             self._do(reads.ended(attempt, error))
             self._do(self._prefill.read_ended(self._clock(), peer))
 
@@ -113,7 +115,8 @@ class DecodeSession(Session):
     @locked
     def knows_holder(self, incarnation: str) -> bool:
         """Whether this engine can read from that prefill engine: over a two-sided transport from none."""
-        return self._reaches_holder(incarnation) and incarnation not in self._parted
+        return (self._reaches_holder(incarnation) and incarnation not in self._parted
+                and incarnation not in self._core.failed_paths.avoided(self._clock()))
 
     @locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:

@@ -107,9 +107,9 @@ class Peering:
         return {name: peer.problem for name, peer in self._peers.items() if peer.state is PeerState.UNADDED}
 
     def unreached(self) -> list[str]:
-        """Those that do not answer, and are not known to be gone."""
-        return [name for name, peer in self._peers.items()
-                if peer.is_unreached and peer.state in (PeerState.GREETED, PeerState.PEER, PeerState.UNADDED)]
+        """Those that do not answer, or that our transport could not add, and that are not known to be gone."""
+        return [name for name, peer in self._peers.items() if peer.state is PeerState.UNADDED
+                or (peer.is_unreached and peer.state in (PeerState.GREETED, PeerState.PEER))]
 
     # Coming.
 

@@ -329,7 +329,7 @@ class PrefillProtocol:
         return self._peering.members()
 
     def unreached_peers(self) -> list[str]:
-        """Decode engines that do not answer: this engine can't do anything for them."""
+        """Decode engines that do not answer, or can't be written to: this engine can't do anything for them."""
         return self._peering.unreached()
 
     def unadded_peers(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 
-from vllm_pd.errors import PDError
+from vllm_pd.errors import PDError, PeerNotAdded
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,
@@ -149,6 +149,8 @@ class TransferWorker:
                 self.transport.read(request.key, request.peer, *blocks)
         except PDError as error:
             logger.warning("%s %s with %s failed: %s", kind, request.key, request.peer, error)
+            if isinstance(error, PeerNotAdded):
+                self._refused.append(PeerRefusal(request.peer, str(error)))
             self._finished.append(Finished(key=request.key, ok=False, error=str(error)))
         except Exception as error:
             logger.exception("unexpected error in %s %s with %s", kind, request.key, request.peer)

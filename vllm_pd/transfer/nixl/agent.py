@@ -27,6 +27,9 @@ from vllm_pd.transfer.nixl.devices import CURE, only_devices_of
 logger = logging.getLogger("vllm.pd")
 
 PROGRESS_WAIT_S = 0.1
+# How often the kernel repeats the packet with which UCX begins a connection: it waits 3 s in all. Meanwhile nothing else
+# goes through the agent, so a peer whose ports a firewall drops costs that with each try (`PeeringLimits.add_retry_s`).
+SYN_RETRIES = "1"
 
 
 class TransferState(Enum):
@@ -51,6 +54,7 @@ class NixlAgent:
         # Whatever it was: by multi-node NVLink a GPU of another machine writes here by itself, so that the end of this
         # agent would end nothing (`protocol.generations`).
         os.environ["UCX_CUDA_IPC_ENABLE_MNNVL"] = "n"
+        os.environ.setdefault("UCX_TCP_SYN_CNT", SYN_RETRIES)
         from nixl import _bindings as nixl
         self._nixl = nixl
         config = nixl.nixlAgentConfig()

@@ -23,8 +23,9 @@ takes longer, but Python's lock is free meanwhile.
 A peer on another machine that is being read by us then may die of it: over TCP UCX ends a process that answers a reader
 whose connection is gone (`transport`). So own reads should have ended before.
 
-A new generation meets each peer with the first transfer there. To add one connects to it, and UCX waits for that: for a
-host that is gone as long as the kernel tries, two minutes.
+A new generation meets each peer with the first transfer there. To add one connects to it, and UCX waits for that, with
+the lock that all transfers of the agent need. Where nothing answers the kernel would try for two minutes; here it does
+so for 3 s (`agent.SYN_RETRIES`).
 """
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_pd.errors import TransferError
+from vllm_pd.errors import PeerNotAdded, TransferError
 from vllm_pd.transfer.layout import CacheDescription, Memory
 from vllm_pd.transfer.nixl.transport import NixlTransport
 from vllm_pd.transfer.requests import Finished
@@ -160,11 +161,15 @@ class NixlGenerations:
         return [*self._older, self.newest]
 
     def _meet(self, key: str, peer: str) -> None:
-        """A transfer with this key begins. Raises TransferError or PeerMismatch."""
+        """A transfer with this key begins. Raises TransferError, and PeerNotAdded where the newest generation can't
+        meet that peer."""
         if any(transport.is_open(key) for transport in self._older):
             raise TransferError(f"transfer {key} is already open")
         if peer in self._added:
-            self.newest.add_peer(peer, *self._added[peer])
+            try:
+                self.newest.add_peer(peer, *self._added[peer])
+            except TransferError as error:
+                raise PeerNotAdded(str(error)) from error
 
     def _take(self, transport: NixlTransport) -> None:
         """Poll it, and keep what has happened for `poll`."""
