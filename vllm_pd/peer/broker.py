@@ -21,6 +21,8 @@ class BrokerSession(Session):
             return
         length = self._cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
         if self._cluster.heard(now, sender, length):
+            if not isinstance(message, m.Peers):
+                self._cluster.next_heartbeat = now  # it does not know this engine
             credits.send_again(new_broker=True)
             if not isinstance(message, m.PutReply):
                 self._do(self._decode.requeue(now))
@@ -28,7 +30,9 @@ class BrokerSession(Session):
         if isinstance(message, m.Heard):
             self._cluster.loads(message)
         elif isinstance(message, m.Peers):
-            self._cluster.peers(message)
+            if not self._cluster.peers(message):
+                self._cluster.next_heartbeat = now
+                return
             self.state.listed(self._cluster.listed())
             if self.member.role.prefills:
                 self._do(self._prefill.members_are(now, self._cluster.members()))
