@@ -35,7 +35,7 @@ class Follower:
         return m.Register(self.member, self.cluster.broker, self.cluster.version)
 
     def hear(self, broker, message):
-        self.asks |= self.cluster.heard(0.0, broker, 0) and not isinstance(message, m.Peers)
+        self.cluster.heard(0.0, broker, 0)
         if isinstance(message, m.Peers):
             self.asks |= not self.cluster.peers(message)
         elif isinstance(message, m.Heard):

@@ -6,7 +6,6 @@ is denied there. So nothing here has to outlive the process. A job waits only wh
 of those that have room gets it: `broker.choice`.
 """
 import collections
-import itertools
 import math
 from collections.abc import Iterable
 
@@ -51,11 +50,10 @@ def may_prefill_for(taker: m.Member, owner: m.Member) -> bool:
 
 def prefill_loads(asker: m.Member, members: Iterable[m.Member]) -> tuple[m.PrefillLoad, ...]:
     """The loads of the prefill engines among `members` that could take a job of the asker's; none for an engine that
-    hands over none. At most `MAX_LOADS`."""
+    hands over none."""
     if not asker.role.decodes:
         return ()
-    fitting = (one for one in members if may_prefill_for(one, asker))
-    return tuple(map(m.PrefillLoad.of, itertools.islice(fitting, m.MAX_LOADS)))
+    return tuple(m.PrefillLoad.of(one) for one in members if may_prefill_for(one, asker))
 
 
 class _RegisteredMember:
@@ -288,6 +286,10 @@ class Registry:
     def _changed(self, now: float, name: str) -> None:
         self._log.note(name)
         self._publish_at = min(self._publish_at, now + GATHER_S)
+
+    def empty_update(self) -> m.Peers:
+        """An update with nothing in it. Who has another version sees that by it, and sends a heartbeat."""
+        return m.Peers(self.incarnation, self.version, [], len(self), self.version)
 
     def _publish(self, now: float) -> list[OutgoingMessage]:
         """What has changed since the last time: one message for all, which is to be encoded once."""

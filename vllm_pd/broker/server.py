@@ -113,8 +113,8 @@ class Broker:
         self._deliver(self._registry.receive(self._clock(), sender, message))
 
     def _is_refused(self, sender: str, tag: str, route: bytes, size_bytes: int) -> bool:
-        """Whether a message is not even to be decoded. The `Heard` that a sender gets which is not registered makes an
-        engine that a former broker process knew register at once."""
+        """Whether a message is not even to be decoded. An engine that was registered, here or at a former broker
+        process, sees by the answer that it has to register again."""
         if self._is_anothers(sender, route):
             self.counters["name_taken"] += 1
             self._warn("name_taken", "something else uses the name of engine %s, whose connection stands", sender)
@@ -122,14 +122,11 @@ class Broker:
         if sender in self._registry or (tag in OPEN_TAGS and size_bytes <= MAX_STRANGER_BYTES):
             return False
         self.counters["unregistered"] += 1
-        self._answer(route, self._heard())
+        self._answer(route, self._registry.empty_update())
         return True
 
     def _answer(self, route: bytes, message: m.Message) -> sockets.SendResult:
         return sockets.send(self._socket, route, codec.encode(self._registry.incarnation, message))
-
-    def _heard(self) -> m.Heard:
-        return m.Heard(self._registry.incarnation, len(self._registry))
 
     def _is_anothers(self, name: str, route: bytes) -> bool:
         """Whether another connection that stands has used this name. libzmq knows when a message is to go there."""
@@ -139,7 +136,8 @@ class Broker:
         if self._clock() - self._probed_s.get(name, -math.inf) < PROBE_S:
             return True
         self._probed_s[name] = self._clock()
-        return self._answer(known, self._heard()) is not sockets.SendResult.UNREACHABLE
+        heard = m.Heard(self._registry.incarnation, len(self._registry))
+        return self._answer(known, heard) is not sockets.SendResult.UNREACHABLE
 
     def _warn(self, kind: str, message: str, *arguments: object) -> None:
         """Once in WARNING_S for each kind: anybody may cause it."""

@@ -24,7 +24,6 @@ MAX_BLOCKS = 1_000_000
 MAX_METADATA_BYTES = 8 << 20
 MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
-MAX_LOADS = 256  # of prefill engines, in one answer of the broker
 MAX_AVOIDED = 16
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
 SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
@@ -377,7 +376,7 @@ class Heard(WireMessage):
     broker: Name
     queue_length: Count
     queue_tokens: Count | None = None
-    loads: Annotated[tuple[PrefillLoad, ...], msgspec.Meta(max_length=MAX_LOADS)] = ()
+    loads: Annotated[tuple[PrefillLoad, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
 
 
 class Peers(WireMessage):
