@@ -11,6 +11,7 @@ from tests.hosts.rack import Host, Rack
 BACK_S = 30.0  # until every block is back: a lease (5 s), the time to notice, and what a busy machine takes
 AGAIN_S = 10.0  # until prompts are handed over again (B107)
 NOTICED_S = 15.0  # until a pair that can't talk is known: 5 s of silence, 3 s without an answer, and a heartbeat
+ADDED_S = 40.0  # until P tries again to reach the memory of a D, and can
 SLOW, LONG_BLOCKS = "2mbit", 24  # 6 MiB in 25 s
 RETRIES = 6  # of TCP: the kernel gives a silent connection up after about 25 s instead of 15 min
 WORK_S, PROMPT_EVERY_S = 0.3, 0.25
@@ -135,6 +136,7 @@ def test_b107_a_fabric_that_is_cut_costs_few_prompts_their_time(hosts):
     d.wait_until(lambda report: p.member["incarnation"] in report["degraded"], "it says so")
     d.ask("load", 0)
     decode.accept()
+    d.hands_over(ADDED_S)
     end_well(p, d)
 
 
@@ -160,7 +162,7 @@ def test_b107_a_firewall_that_drops_the_ports_of_kv_stops_nobody_else(rack, host
     d.ask("load", 0)
     assert set(d.take_ended().values()) == {"local"}
     decode.accept()
-    d.hands_over(45.0)
+    d.hands_over(ADDED_S)
     for engine in (p, d, e):
         engine.rests(BACK_S)
         engine.keeps_free_blocks()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue and the registry, first pure, then behind a real socket."""
+import collections
 import contextlib
 import random
 import time
@@ -11,7 +12,10 @@ import zmq
 from tests.fakes.brokers import serving
 from tests.fakes.noise import send_noise
 from tests.waiting import wait_for
-from vllm_pd.broker.registry import QueueLimits, Registry
+from vllm_pd.broker import server
+from vllm_pd.broker.changes import RegistryView
+from vllm_pd.broker.members import list_members
+from vllm_pd.broker.registry import GATHER_S, QueueLimits, Registry
 from vllm_pd.broker.server import Broker
 from vllm_pd.errors import ConfigError
 from vllm_pd.protocol import messages as m
@@ -88,9 +92,7 @@ def test_an_offer_lost_with_its_connection_does_not_hold_room_for_ever(registry)
 def test_a_member_that_was_dropped_and_came_back_gets_no_more_than_its_room(registry):
     for number in range(9):
         put(registry, number)
-    for name in "dq":
-        registry.receive(5.0, name, m.Register(member(name, m.Role.DECODE)))
-    registry.handle_timeout(6.5)  # p was silent
+    registry.receive(6.0, "p", m.Leave())
     registry.receive(7.0, "p", m.Register(member("p", m.Role.PREFILL)))
     assert len(offered(registry.receive(7.0, "p", m.Credit(2, 900)))) == 2
     # said before it saw these offers: two more at most, not the whole queue
@@ -154,17 +156,22 @@ def test_withdrawn_expired_and_orphaned_jobs_go(registry):
 
 
 def test_change_is_told_to_all_and_a_gap_is_filled(registry):
-    letters = registry.receive(1.0, "z", m.Register(member("z", m.Role.PREFILL)))
+    registry.handle_timeout(0.5)
+    known = registry.version
+    z = member("z", m.Role.PREFILL)
+    ((to, whole), ) = registry.receive(1.0, "z", m.Register(z))
+    assert to == "z" and [one.incarnation for one in whole.members] == ["d", "p", "q", "z"]
+    letters = registry.handle_timeout(1.5)
     assert [to for to, _ in letters] == ["d", "p", "q", "z"]
-    peers = letters[0][1]
-    assert [one.incarnation for one in peers.members] == ["d", "p", "q", "z"]
-    heartbeat = m.Register(member("z", m.Role.PREFILL), "b", peers.version)
+    assert letters[0][1] == m.Peers("b", whole.version, [z], 0, known)
+    heartbeat = m.Register(z, "b", whole.version)
     assert registry.receive(2.0, "z", heartbeat) == [("z", m.Heard("b", 0))]
-    assert registry.receive(2.0, "z", m.Register(heartbeat.member, "b", 1)) == [("z", peers)]
-    assert registry.receive(2.0, "z", m.Register(heartbeat.member, "older", peers.version)) == [("z", peers)]
-    busy = msgspec.structs.replace(heartbeat.member, load=m.Load(5, 5, 5))
-    assert registry.receive(2.0, "z", m.Register(busy, "b", peers.version)) == [("z", m.Heard("b", 0))]
+    assert registry.receive(2.0, "z", m.Register(z, "b", known)) == [("z", letters[0][1])]
+    assert registry.receive(2.0, "z", m.Register(z, "older", whole.version)) == [("z", whole)]
+    busy = msgspec.structs.replace(z, load=m.Load(5, 5, 5))
+    assert registry.receive(2.0, "z", m.Register(busy, "b", whole.version)) == [("z", m.Heard("b", 0))]
     assert busy in registry.members(), "load is news for the next who asks, not for all"
+    assert registry.handle_timeout(2.5) == []
 
 
 def test_silence_ends_a_membership(registry):
@@ -179,7 +186,8 @@ def test_what_can_not_be_delivered_comes_back_to_the_front(registry):
     ((to, offer),) = put(registry, 1)[0]
     put(registry, 2)
     letters = registry.undeliverable(0.0, to, offer, gone=True)
-    assert [one.incarnation for one in registry.members()] == ["d", "q"] and letters[0][1].members
+    assert [one.incarnation for one in registry.members()] == ["d", "q"] and not letters
+    assert registry.handle_timeout(1.0)[0][1].gone == ["p"]
     assert offered(registry.receive(0.0, "q", m.Credit(2, 0))) == [("q", 1), ("q", 2)] and registry.queued_tokens == 0
 
 
@@ -252,6 +260,11 @@ class Raw:
         assert self.socket.poll(60_000), "no answer"
         return codec.decode(self.socket.recv_multipart())[1]
 
+    def next_of(self, kind):
+        while not isinstance(message := self.answer(), kind):
+            pass
+        return message
+
     def close(self):
         self.socket.close()
         self.context.term()
@@ -288,9 +301,11 @@ def test_through_a_socket(broker, raw, clock):
     assert [one.incarnation for one in peers.members] == ["d"]
     other = Raw(broker.address)
     assert len(other.ask("p", m.Register(member("p", m.Role.PREFILL))).members) == 2
-    assert len(raw.answer().members) == 2
+    clock.now_s += GATHER_S
+    assert [one.incarnation for one in raw.answer().members] == ["p", "d"]
     assert raw.ask("d", m.Put(job(1))).queue_length == 1
-    offer = other.ask("p", m.Credit(1, 0))
+    other.say("p", m.Credit(1, 0))
+    offer = other.next_of(m.Offer)
     assert offer.job.attempt.number == 1
     other.close()  # gone without a word: its silence ends its membership, and the other is told
     deadline = time.monotonic() + 60
@@ -301,13 +316,15 @@ def test_through_a_socket(broker, raw, clock):
         time.sleep(0.05)
 
 
-def test_a_broker_that_stood_still_takes_nobody_for_silent(broker, raw, clock):
+def test_b111_a_broker_that_stood_still_takes_nobody_for_silent(broker, raw, clock):
     raw.ask("d", m.Register(member("d", m.Role.DECODE)))
     other = Raw(broker.address)
     other.ask("p", m.Register(member("p", m.Role.PREFILL)))
+    clock.now_s += GATHER_S
+    assert raw.answer().since, "it has looked for the first time"
     clock.now_s += 10.0
     deadline = time.monotonic() + 60
-    while not broker.counts().get("slept"):
+    while not broker.counts().get("late"):
         assert time.monotonic() < deadline
         broker._poller.waker.set()
         time.sleep(0.01)
@@ -330,7 +347,83 @@ def test_a_broker_that_is_always_late_looks_all_the_same(broker, raw, clock):
         clock.now_s += 10.0
         broker._poller.waker.set()
         time.sleep(0.01)
-    assert broker.counts()["slept"] >= 1
+    assert broker.counts()["late"] >= 1
+
+
+def test_b111_a_broker_that_falls_behind_expels_nobody_whose_heartbeats_wait(monkeypatch, broker, clock):
+    """B111: three passes take longer than `ttl_s` each, and more waits than one pass reads."""
+    monkeypatch.setattr(server, "BATCH_MESSAGES", 4)
+    heartbeats, receive = collections.Counter(), broker._registry.receive
+
+    def receive_slowly(now, sender, message):
+        heartbeats[sender] += isinstance(message, m.Register)
+        clock.now_s += 10.0 * isinstance(message, m.Withdraw)
+        return receive(now, sender, message)
+
+    monkeypatch.setattr(broker._registry, "receive", receive_slowly)
+    with contextlib.ExitStack() as closing:
+        names = [f"d{number}" for number in range(12)]
+        speakers = {name: closing.enter_context(contextlib.closing(Raw(broker.address))) for name in names}
+        for name, speaker in speakers.items():
+            speaker.ask(name, m.Register(member(name, m.Role.DECODE)))
+        for _ in range(3):
+            speakers["d0"].say("d0", m.Withdraw(m.Attempt("d0", "r", 1)))
+            for name, speaker in speakers.items():
+                speaker.say(name, m.Register(member(name, m.Role.DECODE)))
+        wait_for(lambda: all(heartbeats[name] == 4 for name in names), heartbeats)
+        clock.now_s += 0.5
+        broker._poller.waker.set()
+        wait_for(lambda: broker._registry._looked_at == clock.now_s)
+        assert len(broker.members()) == 12 and not broker.counts().get("member_silent")
+
+
+def test_b111_an_update_is_encoded_once_for_all(monkeypatch, broker, clock):
+    encoded, encode = [], codec.encode
+    monkeypatch.setattr(codec, "encode", lambda sender, message: encoded.append(message) or encode(sender, message))
+    with contextlib.ExitStack() as closing:
+        speakers = [closing.enter_context(contextlib.closing(Raw(broker.address))) for _ in range(5)]
+        for number, speaker in enumerate(speakers):
+            assert speaker.ask(f"d{number}", m.Register(member(f"d{number}", m.Role.DECODE))).since == 0
+        clock.now_s += GATHER_S
+        for speaker in speakers:
+            assert len(speaker.next_of(m.Peers).members) == 5
+        speakers[0].say("d0", m.Leave())
+        wait_for(lambda: len(broker.members()) == 4)
+        clock.now_s += GATHER_S
+        for speaker in speakers[1:]:
+            assert speaker.next_of(m.Peers).gone == ["d0"]
+        assert len([one for one in encoded if isinstance(one, m.Peers) and one.since]) == 2
+
+
+def test_b111_a_reader_gets_what_has_changed(broker, raw):
+    known = RegistryView()
+    raw.ask("d", m.Register(member("d", m.Role.DECODE)))
+    first = list_members(broker.address, 60.0, known=known)
+    raw.ask("p", m.Register(member("p", m.Role.PREFILL)))
+    second = list_members(broker.address, 60.0, known=known)
+    assert [one.incarnation for one in second.members] == ["d", "p"]
+    assert second.members[0] is first.members[0], "it was not sent again"
+    raw.say("d", m.Leave())
+    wait_for(lambda: len(broker.members()) == 1)
+    assert list_members(broker.address, 60.0, known=known).members == (second.members[1], )
+    assert list_members(broker.address, 60.0).members == (second.members[1], ), "and all for one that knows nothing"
+
+
+def test_a_stranger_can_only_register_and_list(broker, raw):
+    """What else it sends is not decoded: it may be large, or bad. An engine sees by the answer that it is not known."""
+    for message in (b"\x92\xa1d\x92\xa3Put\xc1", codec.encode("d", m.Put(job(1, tokens=100_000)))[3:]):
+        raw.socket.send(b"PD" + bytes((m.PROTOCOL,)) + message)
+        assert raw.answer() == m.Peers(broker._registry.incarnation, 1, [], 0, 1)
+    assert broker.counts() == {"unregistered": 2}
+    large = msgspec.structs.replace(member("d", m.Role.DECODE), processes=(m.Process(1 << 60, 1 << 60), ) * 3000)
+    monstrous = codec.encode("d", m.Register(large))
+    assert len(monstrous) < server.MAX_STRANGER_BYTES, "the largest that an engine would send"
+    raw.socket.send(monstrous + bytes(server.MAX_STRANGER_BYTES))
+    assert raw.answer().since and broker.counts() == {"unregistered": 3}
+    raw.socket.send(monstrous)
+    assert raw.answer().members == [large]
+    raw.say("d", m.Put(job(1)))
+    assert raw.next_of(m.PutReply).refusal is m.PutRefusal.NO_PEER
 
 
 def test_b110_a_name_belongs_to_the_first_connection_that_stands(broker, clock, caplog):
@@ -352,8 +445,7 @@ def test_b110_a_name_belongs_to_the_first_connection_that_stands(broker, clock, 
             assert time.monotonic() < deadline
         d.say("d", m.Put(job(1)))
         thief.say("p", m.Credit(1, 0))
-        while not isinstance(thief.answer(), m.Offer):
-            pass
+        thief.next_of(m.Offer)
 
 
 def test_b110_without_keys_no_member_is_beyond_the_loopback(raw, broker, caplog):
@@ -403,9 +495,7 @@ def test_b81_members_that_fit_into_no_frame_do_not_end_the_broker(monkeypatch, b
         raw.socket.send(codec.encode(f"p{number}", m.Register(member(f"p{number}", m.Role.PREFILL))))
     wait_for(lambda: broker.counts().get("frame_too_large"), broker.counts)
     raw.socket.send(codec.encode("d", m.Put(job(1))))
-    while not isinstance(answer := raw.answer(), m.PutReply):
-        pass
-    assert answer == m.PutReply(job(1).attempt, None, 1, True)
+    assert raw.next_of(m.PutReply) == m.PutReply(job(1).attempt, None, 1, True)
 
 
 def heard(registry, name):
@@ -442,9 +532,10 @@ def test_the_loads_are_those_of_the_last_heartbeats(registry):
     assert [one.job_tokens for one in heard(registry, "d").loads] == [9, 0]
 
 
-def test_there_is_a_bound_on_the_loads(monkeypatch, registry):
-    monkeypatch.setattr(m, "MAX_LOADS", 1)
-    assert len(heard(registry, "d").loads) == 1
+def test_no_load_is_left_out():
+    """One of 500 prefill engines would seem idle to a decode engine that does not hear of it."""
+    registry = registered(member("d", m.Role.DECODE), *(member(f"p{number}", m.Role.PREFILL) for number in range(500)))
+    assert len(heard(registry, "d").loads) == 500
 
 
 def test_an_offered_job_waits_no_more(registry):

@@ -9,6 +9,7 @@ import zmq
 
 from tests.fakes.brokers import KINDS, EmbeddedBroker, patience, running  # noqa: F401
 from tests.waiting import wait_for
+from vllm_pd.broker.changes import RegistryView
 from vllm_pd.peer.sockets import open_backend
 from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.sockets import SendResult
@@ -39,10 +40,13 @@ class Speaker:
         self.member = m.Member(self.name, role, "tcp://127.0.0.1:1", fingerprint, **more)
         self.line = open_backend(self.context, self.name, settings, None)
         self.heard = []
-        self.members = []  # of the last list
-        self.broker, self.version = "", 0
+        self.view = RegistryView()
         self.serial = 0
         self._due = 0.0
+
+    @property
+    def members(self):
+        return list(self.view.members.values())
 
     def say(self, message):
         wait_for(lambda: self.line.send(message) is SendResult.SENT, message)
@@ -57,7 +61,7 @@ class Speaker:
         end = time.monotonic() + for_s
         while (now := time.monotonic()) < end:
             if now >= self._due:
-                sent = self.line.send(m.Register(self.member, self.broker, self.version)) is SendResult.SENT
+                sent = self.line.send(m.Register(self.member, self.view.broker, self.view.version)) is SendResult.SENT
                 self._due = now + (0.1 if sent else 0.02)
             poller = zmq.Poller()
             poller.register(self.line.pollable, zmq.POLLIN)
@@ -67,10 +71,14 @@ class Speaker:
                 return
 
     def _hear(self, message):
-        self.heard.append(message)
         if isinstance(message, m.Peers):
-            self.broker, self.version, self.members = message.broker, message.version, message.members
-        elif isinstance(message, m.Offer):
+            self.view.follow(message.broker)
+            if not self.view.apply(message):
+                self._due = 0.0
+                return
+            message = msgspec.structs.replace(message, members=self.members)  # as whole lists, for the tests
+        self.heard.append(message)
+        if isinstance(message, m.Offer):
             self.serial = message.serial
 
     def expect(self, kind, condition=lambda message: True, within_s=60.0):
@@ -168,7 +176,7 @@ def know_each_other(*speakers):
 def test_heartbeats_are_answered_with_news_or_with_none(pair, speaker):
     d, p = pair
     heard = d.expect(m.Heard)
-    assert heard.broker == d.broker and heard.queue_length == 0
+    assert heard.broker == d.view.broker and heard.queue_length == 0
     third = speaker(m.Role.PREFILL)
     third.register()
     d.expect_peers(d, p, third)
@@ -399,7 +407,7 @@ def test_refusals_of_a_put(speaker):
 def test_b42_jobs_go_only_to_engines_that_fit(speaker):
     d, x, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL, OTHER), speaker(m.Role.PREFILL))
     x.take(9)
-    d.expect_peers(d, x, p) if not d.version else None
+    d.expect_peers(d, x, p) if not d.view.version else None
     assert d.put(1).refusal is None
     p.take(9)
     assert p.offer() == 1

@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix
 
 def test_b26_storage_that_is_taken_away_is_made_again(server, prefix, speaker):
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
-    before = d.broker
+    before = d.view.broker
 
     async def remove(client, js):
         await js.delete_stream(f"{prefix}_jobs")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames and sockets: what is not a message is told apart from one, and nothing ever blocks."""
+import contextlib
 import threading
 
 import msgspec
@@ -28,8 +29,8 @@ MESSAGES = [
     m.Failed(ATTEMPT, 1, "w"), m.Cancel(ATTEMPT, 1), m.Writing(ATTEMPT, 1), m.Stopped(ATTEMPT, 1),
     m.GaveUp(ATTEMPT, 1, "w"),
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
-    m.Peers("b", 1, [MEMBER], 2), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3), m.Withdraw(ATTEMPT),
-    m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers(), m.Drain(), m.Gone("p"),
+    m.Peers("b", 3, [MEMBER], 2, 1, ["p"]), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3),
+    m.Withdraw(ATTEMPT), m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers("b", 3), m.Drain(), m.Gone("p"),
     m.SetRole(m.Role.PREFILL), m.Status(),
     m.StatusReply(MEMBER, "why", {"peers": 1}), m.DirectJob(JOB), m.DirectJobTaken(ATTEMPT),
     m.DirectJobEnd(ATTEMPT, "why"),
@@ -39,6 +40,32 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_survives_the_wire(message):
     assert codec.decode([codec.encode("me", message)]) == ("me", message)
+
+
+@pytest.mark.parametrize("name", ["d", "d" * 31, "d" * 32, "é" * 200, "d" * m.MAX_ID_CHARS])
+def test_the_sender_and_the_tag_are_seen_without_decoding(name):
+    for message in MESSAGES:
+        frame = codec.encode(name, message)
+        assert codec.peek([frame]) == (name, type(message).__struct_config__.tag)
+        end = 3 + 1 + len(msgspec.msgpack.encode(name)) + 1 + len(msgspec.msgpack.encode(codec.peek([frame])[1]))
+        assert codec.peek([frame[:end]]) == codec.peek([frame]), "whatever follows"
+        for cut in range(end):
+            with pytest.raises(BadFrame):
+                codec.peek([frame[:cut]])
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60))
+def test_whatever_can_be_decoded_is_seen_before(content):
+    """And nothing but BadFrame is raised for the rest."""
+    frame = b"PD" + bytes((m.PROTOCOL,)) + content
+    try:
+        sender, message = codec.decode([frame])
+    except BadFrame:
+        with contextlib.suppress(BadFrame):
+            codec.peek([frame])
+    else:
+        assert codec.peek([frame]) == (sender, type(message).__struct_config__.tag)
 
 
 def test_every_message_is_listed_and_has_a_direction():

@@ -327,6 +327,25 @@ def unadded(side):
     return 2.5
 
 
+def test_b107_a_d_that_can_not_be_added_is_tried_ever_more_rarely_until_a_write_went_well(side):
+    """B107: each try takes time of all others. Meanwhile everybody knows that nothing can be written there."""
+    limits, now = side.limits, 0.0
+    pauses = []
+    for _ in range(6):
+        side.peer_unadded(now, "d")
+        assert side.unreached_peers() == ["d"]
+        pauses.append(side.next_timeout() - now)
+        now += pauses[-1]
+        side.handle_timeout(now)
+        side.receive(now, "d", m.HelloReply(D, b"memory"))
+        assert side.unreached_peers() == []
+    assert pauses == [limits.add_retry_s, 8.0, 16.0, *[limits.add_retry_max_s] * 3]
+    running(side, now)
+    side.sent(now, ONE, m.Timings())
+    side.peer_unadded(now, "d")
+    assert side.next_timeout() == now + limits.add_retry_s
+
+
 @pytest.mark.parametrize("end", ["ended", "failed", "sent"])
 def test_b27_a_d_that_could_not_be_added_is_not_dropped_while_a_rank_may_write_there(side, end):
     """One that has added it, as others have not."""

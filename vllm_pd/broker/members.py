@@ -7,6 +7,7 @@ from typing import Annotated
 
 import zmq
 
+from vllm_pd.broker.changes import RegistryView
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.protocol import messages
 from vllm_pd.protocol.messages import Member, Peers
@@ -69,10 +70,13 @@ class Access:
 
 
 def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = None,
-                 key: str = "--broker", context: zmq.Context | None = None) -> MemberList:
+                 key: str = "--broker", context: zmq.Context | None = None,
+                 known: RegistryView | None = None) -> MemberList:
     """Ask the broker for its engines. `context` is as for `Call`. Raises ConfigError, naming `key`, for an invalid
     address, ControlError without an answer in time, OtherProtocol where the broker has another protocol version.
-    Without keys, engines of other machines are left out: anybody on this machine could have named them."""
+    Without keys, engines of other machines are left out: anybody on this machine could have named them. `known` is what
+    the caller has read from this broker before. It is brought up to date, and `vllm-pd broker` sends only what has
+    changed; the loads of the others are old then."""
     access = access or Access()
     if NatsAddress.is_url(broker):
         try:
@@ -85,16 +89,19 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
     keys = access.load_keys()
     host, port = parse_endpoint(key, broker, keyed=keys is not None)
     resolve(key, broker, host)
-    listed = _ask(url_of(host, port), keys, timeout_s, context)
+    listed = _ask(url_of(host, port), keys, timeout_s, context, known or RegistryView())
     return listed if keys is not None else listed.on_this_machine()
 
 
-def _ask(broker: str, keys: Keys | None, timeout_s: float, context: zmq.Context | None) -> MemberList:
+def _ask(broker: str, keys: Keys | None, timeout_s: float, context: zmq.Context | None,
+         known: RegistryView) -> MemberList:
     deadline = time.monotonic() + timeout_s
     with Call("broker", broker, keys, only_connected=True, context=context) as call:
-        if not call.say(messages.ListMembers(), deadline):
+        if not call.say(messages.ListMembers(known.broker, known.version), deadline):
             raise ControlError(f"no broker answers at {broker}: there is none, or it has another key")
         for _, message in call.answers(deadline):
             if isinstance(message, Peers):
-                return MemberList(tuple(message.members), message.queue_length)
+                known.follow(message.broker)
+                known.apply(message)
+                return MemberList(tuple(known.members.values()), message.queue_length)
     raise ControlError(f"what listens at {broker} does not answer")

@@ -6,15 +6,20 @@ is denied there. So nothing here has to outlive the process. A job waits only wh
 of those that have room gets it: `broker.choice`.
 """
 import collections
-import itertools
+import math
 from collections.abc import Iterable
 
 import msgspec
 
+from vllm_pd.broker.changes import ChangeLog
 from vllm_pd.broker.choice import JobTaker, choose
 from vllm_pd.broker.prompts import block_names
 from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.locality import stays_on_loopback
+
+TICK_S = 0.5
+GATHER_S = 0.1
+LATE_TTLS = 0.25
 
 OutgoingMessage = tuple[str, m.Message]
 
@@ -25,6 +30,11 @@ class QueueLimits(msgspec.Struct, frozen=True):
     max_jobs: int = 4096
     max_tokens: int = 16_000_000
     max_members: int = 1024
+
+    @property
+    def tick_s(self) -> float:
+        """How often to look for what is due by time."""
+        return min(TICK_S, LATE_TTLS / 2 * self.ttl_s)
 
 
 def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
@@ -41,44 +51,55 @@ def may_prefill_for(taker: m.Member, owner: m.Member) -> bool:
 
 def prefill_loads(asker: m.Member, members: Iterable[m.Member]) -> tuple[m.PrefillLoad, ...]:
     """The loads of the prefill engines among `members` that could take a job of the asker's; none for an engine that
-    hands over none. At most `MAX_LOADS`."""
+    hands over none."""
     if not asker.role.decodes:
         return ()
-    fitting = (one for one in members if may_prefill_for(one, asker))
-    return tuple(map(m.PrefillLoad.of, itertools.islice(fitting, m.MAX_LOADS)))
+    return tuple(m.PrefillLoad.of(one) for one in members if may_prefill_for(one, asker))
 
 
 class _RegisteredMember:
     """One member, and what it could take."""
 
-    def __init__(self, now: float, member: m.Member):
+    def __init__(self, member: m.Member):
         self.taker = JobTaker()
-        self.hear(now, member)
+        self.silent_s = 0.0  # since its last message, without the time in which the broker did not listen
+        self.hear(member)
 
-    def hear(self, now: float, member: m.Member) -> None:
+    def hear(self, member: m.Member) -> None:
         """Its heartbeat."""
-        self.heard_at = now
         self.member = member
         self.taker.reported(member)
 
 
 class Registry:
-    """Members and queue of one broker process. Methods return messages to send, each with its receiver."""
+    """Members and queue of one broker process. Methods return messages to send, each with its receiver. All members get
+    the same update of the registry, `GATHER_S` after the first change in it."""
 
     def __init__(self, incarnation: str, limits: QueueLimits, local_only: bool = False):
         """`local_only`: members with an address beyond the loopback are refused."""
         self.incarnation = incarnation
         self._local_only = local_only
         self.limits = limits
-        self.version = 1
         self.counters: m.Counters = collections.Counter()
         self._entries: dict[str, _RegisteredMember] = {}
+        self._log = ChangeLog()
+        self._published = self._log.version
+        self._publish_at = math.inf
+        self._looked_at = math.inf  # not yet
         self._jobs: dict[m.Attempt, tuple[m.Job, float]] = {}  # insertion order is the queue's
         self._front: dict[m.Attempt, tuple[m.Job, float]] = {}  # offers that came back, served first
         self._tokens = 0
 
     def __len__(self) -> int:
         return len(self._jobs) + len(self._front)
+
+    def __contains__(self, incarnation: str) -> bool:
+        return incarnation in self._entries
+
+    @property
+    def version(self) -> int:
+        """Grows with each change that matters to others; a new load does not."""
+        return self._log.version
 
     @property
     def queued_tokens(self) -> int:
@@ -91,6 +112,9 @@ class Registry:
 
     def receive(self, now: float, sender: str, message: m.Message) -> list[OutgoingMessage]:
         """A message from an engine."""
+        entry = self._entries.get(sender)
+        if entry is not None:
+            entry.silent_s = 0.0
         if isinstance(message, m.Register):
             return self._register(now, sender, message)
         if isinstance(message, m.Put):
@@ -102,20 +126,36 @@ class Registry:
                 self._remove(message.attempt)
             return []
         if isinstance(message, m.Leave):
-            return self._drop_members([sender])
+            self._drop_members(now, [sender])
+            return []
         if isinstance(message, m.ListMembers):
-            return [(sender, self._peers())]
+            return [(sender, self._update(message.broker, message.version))]
         self.counters["unexpected"] += 1
         return []
 
+    def next_timeout(self) -> float:
+        """When the members are next to hear what has changed, in `handle_timeout`; infinite where nothing has."""
+        return self._publish_at
+
     def handle_timeout(self, now: float) -> list[OutgoingMessage]:
-        """Remove silent members, and jobs whose time is over."""
+        """Remove silent members, and jobs whose time is over; tell all what has changed. To be called when that is due
+        and every `tick_s`, each time after at least one message of each member that waited was received. Of the time
+        since the last call no more than `LATE_TTLS` of `ttl_s` counts as silence: a broker that was suspended, or has
+        much to do, does not listen."""
         for attempt in [job.attempt for job, until in self._in_order() if until <= now]:
             self._remove(attempt)
             self.counters["job_expired"] += 1
-        silent = [name for name, entry in self._entries.items() if now - entry.heard_at >= self.limits.ttl_s]
+        passed_s, self._looked_at = max(0.0, now - self._looked_at), now
+        listened_s = min(passed_s, LATE_TTLS * self.limits.ttl_s)
+        self.counters["late"] += listened_s < passed_s
+        silent = []
+        for name, entry in self._entries.items():
+            entry.silent_s += listened_s
+            if entry.silent_s >= self.limits.ttl_s:
+                silent.append(name)
         self.counters["member_silent"] += len(silent)
-        return self._drop_members(silent) + self._offers(now)
+        self._drop_members(now, silent)
+        return self._publish(now) + self._offers(now)
 
     def undeliverable(self, now: float, to: str, message: m.Message, gone: bool) -> list[OutgoingMessage]:
         """A message that the socket did not take. `gone`: nobody is connected under that name."""
@@ -127,7 +167,9 @@ class Registry:
                 self._tokens += len(job.token_ids)
         if entry is not None:
             entry.taker.close()
-        return (self._drop_members([to]) if gone else []) + self._offers(now)
+        if gone:
+            self._drop_members(now, [to])
+        return self._offers(now)
 
     # Messages, one by one.
 
@@ -144,14 +186,14 @@ class Registry:
             if len(self._entries) >= self.limits.max_members:
                 self.counters["too_many_members"] += 1
                 return [(sender, m.Refused("members", str(self.limits.max_members), "one more"))]
-            entry = self._entries[sender] = _RegisteredMember(now, member)
-            return self._changed()
-        changed = msgspec.structs.replace(member, load=entry.member.load) != entry.member
-        entry.hear(now, member)
-        if changed:
-            return self._changed()
-        if (message.broker, message.version) != (self.incarnation, self.version):
-            return [(sender, self._peers())]
+            self._entries[sender] = _RegisteredMember(member)
+            self._changed(now, sender)
+        else:
+            if msgspec.structs.replace(member, load=entry.member.load) != entry.member:
+                self._changed(now, sender)
+            entry.hear(member)
+        if message.broker != self.incarnation or not self._published <= message.version <= self.version:
+            return [(sender, self._update(message.broker, message.version))]
         tokens = self._tokens_before(member) if member.role.decodes else None
         return [(sender, m.Heard(self.incarnation, len(self), tokens, prefill_loads(member, self.members())))]
 
@@ -230,23 +272,39 @@ class Registry:
         return sum(tokens for name, tokens in by_owner.items() if name in self._entries and
                    self._entries[name].member.fingerprint.first_difference(member.fingerprint) is None)
 
-    def _drop_members(self, names: list[str]) -> list[OutgoingMessage]:
+    def _drop_members(self, now: float, names: list[str]) -> None:
         dropped = [name for name in names if self._entries.pop(name, None) is not None]
-        if not dropped:
-            return []
+        for name in dropped:
+            self._changed(now, name)
         for attempt in [job.attempt for job, _ in self._in_order() if job.attempt.incarnation in dropped]:
             self._remove(attempt)
-        return self._changed()
 
     def _remove(self, attempt: m.Attempt) -> None:
         item = self._front.pop(attempt, None) or self._jobs.pop(attempt, None)  # it is in one of them at most
         if item is not None:
             self._tokens -= len(item[0].token_ids)
 
-    def _changed(self) -> list[OutgoingMessage]:
-        self.version += 1
-        peers = self._peers()
-        return [(name, peers) for name in self._entries]
+    def _changed(self, now: float, name: str) -> None:
+        self._log.note(name)
+        self._publish_at = min(self._publish_at, now + GATHER_S)
 
-    def _peers(self) -> m.Peers:
-        return m.Peers(self.incarnation, self.version, self.members(), len(self))
+    def empty_update(self) -> m.Peers:
+        """An update with nothing in it. Who has another version sees that by it, and sends a heartbeat."""
+        return m.Peers(self.incarnation, self.version, [], len(self), self.version)
+
+    def _publish(self, now: float) -> list[OutgoingMessage]:
+        """What has changed since the last time: one message for all, which is to be encoded once."""
+        if now < self._publish_at:
+            return []
+        update = self._update(self.incarnation, self._published)
+        self._published, self._publish_at = self.version, math.inf
+        return [(name, update) for name in self._entries]
+
+    def _update(self, broker: str, version: int) -> m.Peers:
+        """What one that knows this version of this broker's registry has to know."""
+        names = self._log.since(version) if broker == self.incarnation else None
+        if names is None:
+            return m.Peers(self.incarnation, self.version, self.members(), len(self))
+        changed = [self._entries[name].member for name in names if name in self._entries]
+        gone = [name for name in names if name not in self._entries]
+        return m.Peers(self.incarnation, self.version, changed, len(self), version, gone)

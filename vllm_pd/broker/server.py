@@ -23,10 +23,11 @@ from vllm_pd.rpc.poller import SocketPoller, receive_batch
 
 logger = logging.getLogger("vllm.pd")
 
-TICK_S = 0.5
 WARNING_S = 60.0
 PROBE_S = 1.0
-BATCH_MESSAGES = 256
+BATCH_MESSAGES = 256  # libzmq gives them in turn from all connections
+OPEN_TAGS = frozenset(kind.__struct_config__.tag for kind in (m.Register, m.ListMembers))  # what anybody may send
+MAX_STRANGER_BYTES = 1 << 20  # of one of those from a sender that is not registered
 
 
 class Broker:
@@ -51,39 +52,30 @@ class Broker:
         self._poller.watch(self._socket)
         self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s), local_only=keys is None)
         self._routes: dict[str, bytes] = {}
+        self._encoded: tuple[m.Message | None, bytes | None] = (None, None)
         self._has_keys = keys is not None
         self._stopping = False
-        self._slept = False
         self._quiet_until_s: dict[str, float] = {}
         self._probed_s: dict[str, float] = {}  # when the connection that has a name was last looked at
 
     def run(self) -> None:
         """Serve until `stop`, then close the socket."""
-        next_tick = self._clock() + TICK_S
+        tick_s = self._registry.limits.tick_s
+        next_tick = self._clock() + tick_s
         try:
             while not self._stopping:
-                self._poller.wait(next_tick - self._clock())
-                for frames in receive_batch(self._socket, BATCH_MESSAGES):
+                self._poller.wait(min(next_tick, self._registry.next_timeout()) - self._clock())
+                for frames in receive_batch(self._socket, max(BATCH_MESSAGES, 2 * len(self._routes))):
                     self._on_frames(frames)
-                if self._clock() >= next_tick:
-                    next_tick = self._tick(next_tick)
+                now = self._clock()
+                if now >= min(next_tick, self._registry.next_timeout()):
+                    next_tick = now + tick_s
+                    self._deliver(self._registry.handle_timeout(now))
+                    self._prune_routes()
         finally:
             self._socket.close()
             self._poller.close()
             self._context.term()
-
-    def _tick(self, due_s: float) -> float:
-        """Do what is due by time; returns when that is to be done again. Do not expire members right after this process
-        was suspended: no heartbeat was received meanwhile, so they get the time for one, once."""
-        now = self._clock()
-        ttl_s = self._registry.limits.ttl_s
-        self._slept = not self._slept and now - due_s > ttl_s / 4
-        if self._slept:
-            self.counters["slept"] += 1
-            return now + ttl_s / 2
-        self._deliver(self._registry.handle_timeout(now))
-        self._prune_routes()
-        return now + TICK_S
 
     def stop(self) -> None:
         """End `run`. Safe from any thread and from a signal handler."""
@@ -105,22 +97,36 @@ class Broker:
     def _on_frames(self, frames: Sequence[bytes]) -> None:
         route = frames[0]
         try:
-            sender, message = codec.decode(frames[1:])
+            sender, tag = codec.peek(frames[1:])
+            if self._is_refused(sender, tag, route, len(frames[1])):
+                return
+            _, message = codec.decode(frames[1:])
         except codec.BadFrame as fault:
             self.counters["frame_" + fault.fault.value] += 1
             if fault.theirs is not None:
-                refused = m.Refused("protocol", str(m.PROTOCOL), str(fault.theirs))
-                sockets.send(self._socket, route, codec.encode(self._registry.incarnation, refused))
+                self._answer(route, m.Refused("protocol", str(m.PROTOCOL), str(fault.theirs)))
             return
         if not isinstance(message, m.TO_BROKER):
             self.counters["unexpected"] += 1
             return
+        self._routes[sender] = route
+        self._deliver(self._registry.receive(self._clock(), sender, message))
+
+    def _is_refused(self, sender: str, tag: str, route: bytes, size_bytes: int) -> bool:
+        """Whether a message is not even to be decoded. An engine that was registered, here or at a former broker
+        process, sees by the answer that it has to register again."""
         if self._is_anothers(sender, route):
             self.counters["name_taken"] += 1
             self._warn("name_taken", "something else uses the name of engine %s, whose connection stands", sender)
-            return
-        self._routes[sender] = route
-        self._deliver(self._registry.receive(self._clock(), sender, message))
+            return True
+        if sender in self._registry or (tag in OPEN_TAGS and size_bytes <= MAX_STRANGER_BYTES):
+            return False
+        self.counters["unregistered"] += 1
+        self._answer(route, self._registry.empty_update())
+        return True
+
+    def _answer(self, route: bytes, message: m.Message) -> sockets.SendResult:
+        return sockets.send(self._socket, route, codec.encode(self._registry.incarnation, message))
 
     def _is_anothers(self, name: str, route: bytes) -> bool:
         """Whether another connection that stands has used this name. libzmq knows when a message is to go there."""
@@ -130,8 +136,8 @@ class Broker:
         if self._clock() - self._probed_s.get(name, -math.inf) < PROBE_S:
             return True
         self._probed_s[name] = self._clock()
-        heard = codec.encode(self._registry.incarnation, m.Heard(self._registry.incarnation, len(self._registry)))
-        return sockets.send(self._socket, known, heard) is not sockets.SendResult.UNREACHABLE
+        heard = m.Heard(self._registry.incarnation, len(self._registry))
+        return self._answer(known, heard) is not sockets.SendResult.UNREACHABLE
 
     def _warn(self, kind: str, message: str, *arguments: object) -> None:
         """Once in WARNING_S for each kind: anybody may cause it."""
@@ -149,16 +155,25 @@ class Broker:
             route = self._routes.get(to)
             result = sockets.SendResult.UNREACHABLE
             if route is not None:
-                try:
-                    frame = codec.encode(self._registry.incarnation, message)
-                except codec.BadFrame:  # members may be too many and too large for one
-                    self.counters["frame_too_large"] += 1
+                frame = self._encode(message)
+                if frame is None:
                     continue
                 result = sockets.send(self._socket, route, frame)
             if result is not sockets.SendResult.SENT:
                 self.counters["undeliverable"] += 1
                 gone = result is sockets.SendResult.UNREACHABLE
                 queue.extend(self._registry.undeliverable(self._clock(), to, message, gone))
+
+    def _encode(self, message: m.Message) -> bytes | None:
+        """Its frame; None, and counted, where it would be too large, as members may be too many for one. One update of
+        the registry goes to all members, one after the other, and is encoded once."""
+        if message is not self._encoded[0]:
+            self._encoded = (message, None)
+            try:
+                self._encoded = (message, codec.encode(self._registry.incarnation, message))
+            except codec.BadFrame:
+                self.counters["frame_too_large"] += 1
+        return self._encoded[1]
 
     def _prune_routes(self) -> None:
         known = {member.incarnation for member in self._registry.members()}

@@ -20,15 +20,19 @@ class BrokerSession(Session):
             self._cluster.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
             return
         length = self._cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
-        if self._cluster.heard(now, sender, length):
+        is_new = self._cluster.heard(now, sender, length)
+        is_complete = not isinstance(message, m.Peers) or self._cluster.peers(message)
+        if not is_complete:
+            self._cluster.next_heartbeat = now
+            self.heartbeat(now)  # before what is put again: a broker that does not know this engine drops that
+        if is_new:
             credits.send_again(new_broker=True)
             if not isinstance(message, m.PutReply):
                 self._do(self._decode.requeue(now))
         self._do(self._decode.broker_is(now, True))
         if isinstance(message, m.Heard):
             self._cluster.loads(message)
-        elif isinstance(message, m.Peers):
-            self._cluster.peers(message)
+        elif isinstance(message, m.Peers) and is_complete:
             self.state.listed(self._cluster.listed())
             if self.member.role.prefills:
                 self._do(self._prefill.members_are(now, self._cluster.members()))

@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
+from vllm_pd.broker.changes import RegistryView
 from vllm_pd.errors import PeerMismatch
 from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.locality import stays_on_loopback
@@ -26,7 +27,7 @@ class QueueView(msgspec.Struct, frozen=True):
 
 
 class ClusterView:
-    """Heartbeats, the registry as it was last sent, and which engines are dead as a fact, or seem to be."""
+    """Heartbeats, the registry as its updates make it, and which engines are dead as a fact, or seem to be."""
 
     def __init__(self, member: m.Member, heartbeat_s: float, ttl_s: float, local_only: bool = False):
         """`local_only`: members with an address beyond the loopback are left out."""
@@ -34,8 +35,6 @@ class ClusterView:
         self._local_only = local_only
         self.heartbeat_s = heartbeat_s
         self.silent_s = min(ttl_s, SILENT_HEARTBEATS * heartbeat_s)
-        self.broker = ""
-        self.version = 0
         self.queue_length = 0
         self.up = False
         self.heard_at = 0.0
@@ -44,7 +43,7 @@ class ClusterView:
         self.mismatch: str | None = None  # with one that is registered
         self._refused: str | None = None
         self._refused_at = 0.0
-        self._members: dict[str, m.Member] = {}
+        self._registry = RegistryView()
         self._dead: collections.OrderedDict[str, None] = collections.OrderedDict()
         self._seems_dead: dict[str, float] = {}  # since when, of engines on other machines
         self._ttl_s = ttl_s
@@ -57,23 +56,36 @@ class ClusterView:
         self.heard_at = now
         self.up = True
         self.queue_length = queue_length
-        new, self.broker = broker != self.broker, broker
-        if new:
-            self.version = 0
-        return new
+        return self._registry.follow(broker)
 
-    def peers(self, message: m.Peers) -> None:
-        """The whole registry has come."""
-        self.version = message.version
-        self._members = {member.incarnation: member for member in message.members
-                         if not self._local_only or stays_on_loopback(member)}
-        self._loads = {name: m.PrefillLoad.of(member) for name, member in self._members.items()}
+    @property
+    def broker(self) -> str:
+        """The process of the broker that was last heard; empty: none."""
+        return self._registry.broker
+
+    @property
+    def version(self) -> int:
+        """That of its registry which is known here; 0: none."""
+        return self._registry.version
+
+    def peers(self, update: m.Peers) -> bool:
+        """An update of the registry has come. Returns False if an earlier one is missing."""
+        if self._local_only:
+            here = [member for member in update.members if stays_on_loopback(member)]
+            beyond = {member.incarnation for member in update.members} - {member.incarnation for member in here}
+            update = msgspec.structs.replace(update, members=here, gone=[*update.gone, *beyond])
+        if not self._registry.apply(update):
+            return False
+        self._loads.update((member.incarnation, m.PrefillLoad.of(member)) for member in update.members)
+        self._loads = {name: load for name, load in self._loads.items() if name in self._registry.members}
         self._sort_members()
+        return True
 
     def loads(self, message: m.Heard) -> None:
         """The answer to a heartbeat has come, with what waits where."""
         self.queue_tokens = message.queue_tokens
-        self._loads.update((load.incarnation, load) for load in message.loads if load.incarnation in self._members)
+        known = self._registry.members
+        self._loads.update((load.incarnation, load) for load in message.loads if load.incarnation in known)
 
     def prefill_loads(self, greeted: Collection[str], avoid: Collection[str] = ()) -> list[m.PrefillLoad]:
         """The loads of the prefill engines that `view` counts, as last reported."""
@@ -103,7 +115,7 @@ class ClusterView:
 
     def listed(self) -> m.Member | None:
         """The entry of this engine in the registry; None where there is none."""
-        return self._members.get(self.member.incarnation)
+        return self._registry.members.get(self.member.incarnation)
 
     def check(self, now: float) -> None:
         """A broker that has been silent for too long is away. Not right after this process was suspended: it has not
@@ -121,7 +133,7 @@ class ClusterView:
 
     def members(self) -> list[m.Member]:
         """The registry without this engine and the dead ones."""
-        return [member for name, member in self._members.items()
+        return [member for name, member in self._registry.members.items()
                 if name != self.member.incarnation and name not in self._dead]
 
     def prefills(self, greeted: Collection[str]) -> list[str]:

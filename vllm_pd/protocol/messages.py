@@ -24,7 +24,6 @@ MAX_BLOCKS = 1_000_000
 MAX_METADATA_BYTES = 8 << 20
 MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
-MAX_LOADS = 256  # of prefill engines, in one answer of the broker
 MAX_AVOIDED = 16
 MAX_UNREACHED = 64  # of one P; each is told to everybody
 MAX_FENCES = 1024  # peers, in one status
@@ -93,6 +92,8 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may
         differ where the KV heads can be mapped, `pp` as long as every stage has a layer. `engine` is compared before
         what may differ because of it."""
+        if self == other:  # as nearly always, and much faster
+            return None
         for key in ("protocol", "engine", *self.__struct_fields__):
             ours, theirs = getattr(self, key), getattr(other, key)
             if ours != theirs and not (key == "tp" and self._maps_heads(ours, theirs)
@@ -378,16 +379,19 @@ class Heard(WireMessage):
     broker: Name
     queue_length: Count
     queue_tokens: Count | None = None
-    loads: Annotated[tuple[PrefillLoad, ...], msgspec.Meta(max_length=MAX_LOADS)] = ()
+    loads: Annotated[tuple[PrefillLoad, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
 
 
 class Peers(WireMessage):
-    """The registry, whole; pushed when it changes. `broker` is the incarnation of the broker's process. The loads are
-    those of the members."""
+    """The registry in `version`, as what has changed after the version `since`: the `members` that came or changed, and
+    the names of those that are `gone`. With `since` 0 it is the whole. Sent to all some time after a change, and to one
+    that has another version. `broker` is the incarnation of the broker's process."""
     broker: Name
     version: Count
     members: Annotated[list[Member], msgspec.Meta(max_length=MAX_MEMBERS)]
     queue_length: Count
+    since: Count = 0
+    gone: Annotated[list[Name], msgspec.Meta(max_length=MAX_MEMBERS)] = []
 
 
 class Leave(WireMessage):
@@ -430,7 +434,10 @@ class Offer(WireMessage):
 
 
 class ListMembers(WireMessage, tag="Census"):
-    """Request the list of members from the broker. Anybody may; the answer is a `Peers`."""
+    """Request the list of members from the broker. Anybody may; the answer is a `Peers`. `broker`, `version`: which
+    registry the sender knows, as in `Register`."""
+    broker: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
+    version: Count = 0
 
 
 # Between an operator and an engine, on the engine's control socket.

@@ -34,10 +34,12 @@ class PeerState(Enum):
 
 
 class PeeringLimits(msgspec.Struct, frozen=True):
-    """Bounds of peers. One that has not answered a Hello for `answer_s` is unreached."""
+    """Bounds of peers. One that has not answered a Hello for `answer_s` is unreached. One that our transport could not
+    add is added again after `add_retry_s`, and then after twice as long each time."""
     hello_retry_s: float = 0.5
     answer_s: float = 3.0
-    add_retry_s: float = 30.0
+    add_retry_s: float = 4.0
+    add_retry_max_s: float = 30.0
     ttl_s: float = 5.0
     max_peers: int = 1024
 
@@ -55,6 +57,7 @@ class Peer:
         self.next_hello = 0.0  # of one that was asked; of one that is UNADDED: when it is greeted again
         self.last_heard = 0.0
         self.missing_since: float | None = None
+        self.add_pause_s = 0.0  # the last one before it was, or is, added again
         self.problem = ""  # why our transport could not add it, at the last try
         self.wanted = False  # the registry or a job named it while it was leaving
         self.is_unreached = False  # it has not answered in time, and no message of it has come since
@@ -186,7 +189,14 @@ class Peering:
     def unadded(self, now: float, peer: Peer, reason: str) -> None:
         """Our transport could not add this peer."""
         peer.state, peer.problem = PeerState.UNADDED, reason
-        peer.next_hello = now + self.limits.add_retry_s
+        peer.add_pause_s = min(self.limits.add_retry_max_s, 2 * peer.add_pause_s or self.limits.add_retry_s)
+        peer.next_hello = now + peer.add_pause_s
+
+    def written(self, incarnation: str) -> None:
+        """A write there went well."""
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            peer.add_pause_s = 0.0
 
     def not_answered(self, now: float, incarnation: str) -> None:
         """This peer has not answered in time. Until `heard` it gets Hellos, and no job of it may wait here."""

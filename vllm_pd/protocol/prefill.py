@@ -96,6 +96,7 @@ class PrefillProtocol:
             return self._to_decode(job, m.Stopped(attempt, job.claim)) + self._drop_idle(now, attempt.incarnation)
         timings = msgspec.structs.replace(timings, claim_s=job.claim_s)
         self.counters["sent"] += 1
+        self._peering.written(attempt.incarnation)
         return self._to_decode(job, m.Sent(attempt, job.claim, timings)) + self._drop_idle(now, attempt.incarnation)
 
     def failed(self, now: float, attempt: m.Attempt, reason: str) -> list[Action]:

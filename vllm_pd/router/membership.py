@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from vllm_pd.broker.changes import RegistryView
 from vllm_pd.broker.members import list_members
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.protocol.messages import Member
@@ -41,6 +42,7 @@ class Membership:
         self._dismissed: OrderedDict[str, None] = OrderedDict()  # incarnations that an operator has removed
         self._task: asyncio.Task | None = None
         self._context: zmq.Context | None = None  # for all readings of the registry
+        self._known = RegistryView()
         self._elsewhere: tuple[str, ...] = ()
         self._unreachable: tuple[str, ...] = ()
         self.problem = ""
@@ -149,7 +151,7 @@ class Membership:
         while True:
             try:
                 listed = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
-                                                 self._options.access, context=self._context)
+                                                 self._options.access, context=self._context, known=self._known)
                 self._note_elsewhere(listed.elsewhere)
                 self.update(list(listed.members), loop.time())
                 self.problem = ""

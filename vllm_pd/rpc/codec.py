@@ -52,6 +52,13 @@ class Framing(Generic[T]):
 
     def decode(self, frames: Sequence[bytes]) -> T:
         """The message of what a socket gave, without its routing id. Raises BadFrame for anything else."""
+        try:
+            return self._decoder.decode(self.content(frames))
+        except UNREADABLE as error:
+            raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+
+    def content(self, frames: Sequence[bytes]) -> memoryview:
+        """The message in msgpack, not decoded. Raises BadFrame where there is none."""
         if len(frames) != 1:
             raise BadFrame(FrameFault.SHAPE, f"{len(frames)} frames instead of one")
         frame = frames[0]
@@ -61,10 +68,7 @@ class Framing(Generic[T]):
         version = frame[len(self._magic)]
         if version != self._version:
             raise BadFrame(FrameFault.VERSION, f"{self._name} {version}, ours is {self._version}", theirs=version)
-        try:
-            return self._decoder.decode(memoryview(frame)[len(self._header):])
-        except UNREADABLE as error:
-            raise BadFrame(FrameFault.CONTENT, str(error)[:200]) from error
+        return memoryview(frame)[len(self._header):]
 
     def require_size(self, frame: bytes) -> None:
         """Raises BadFrame for one that is too large for its receiver."""
@@ -86,3 +90,39 @@ def decode(frames: Sequence[bytes]) -> tuple[str, m.Message]:
     """(sender, message) of what a socket gave, without its routing id. Raises BadFrame for anything else."""
     envelope = _framing.decode(frames)
     return envelope.sender, envelope.body
+
+
+def peek(frames: Sequence[bytes]) -> tuple[str, str]:
+    """(sender, tag of the message) of such a frame, in a short time whatever its size. Raises BadFrame only where
+    `decode` does too, but not everywhere."""
+    content = _framing.content(frames)
+    try:
+        _require_array(content, 0)
+        sender, end = _text(content, 1)
+        _require_array(content, end)
+        tag, _ = _text(content, end + 1)
+    except (ValueError, IndexError) as error:  # UnicodeDecodeError is a ValueError
+        raise BadFrame(FrameFault.CONTENT, f"no envelope: {error}") from error
+    return sender, tag
+
+
+def _require_array(content: memoryview, at: int) -> None:
+    if content[at] & 0xF0 != 0x90:  # of at most 15 elements, as all envelopes and messages are
+        raise ValueError("an array is missing")
+
+
+def _text(content: memoryview, at: int) -> tuple[str, int]:
+    """The msgpack string there, of at most `MAX_ID_CHARS`, and where it ends."""
+    kind = content[at]
+    size, begin = {0xD9: 1, 0xDA: 2}.get(kind, 0), at + 1
+    if size:
+        length, begin = int.from_bytes(content[begin:begin + size]), begin + size
+    elif kind & 0xE0 == 0xA0:
+        length = kind & 0x1F
+    else:
+        raise ValueError("a name is missing")
+    end = begin + length
+    text = str(content[begin:end], "utf-8")
+    if end > len(content) or not 0 < len(text) <= m.MAX_ID_CHARS:
+        raise ValueError("a name is cut off, empty or too long")
+    return text, end

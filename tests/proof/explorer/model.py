@@ -48,7 +48,7 @@ BROKER = "broker"
 
 # Few different durations, so that few different moments arise; in the order in which the real defaults stand.
 DECODE_LIMITS = DecodeLimits(lease_s=6.0, deadline_s=12.0, claim_retry_s=2.0, ttl_s=4.0, cancel_retry_max_s=2.0)
-PREFILL_LIMITS = PrefillLimits(peering_s=2.0, hello_retry_s=1.0, add_retry_s=4.0, claim_wait_s=2.0, claim_retry_s=1.0,
+PREFILL_LIMITS = PrefillLimits(peering_s=2.0, hello_retry_s=1.0, add_retry_s=4.0, add_retry_max_s=4.0, claim_wait_s=2.0,
                                ttl_s=4.0)
 
 Letter = tuple[str, str, Any]

@@ -23,15 +23,14 @@ MOMENTS = frozenset({
     "peers_lost_at", "writing_at",
     # PrefillProtocol, its jobs, the peers of its Peering
     "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "asked_at",
-    "last_heard",
-    "missing_since",
+    "last_heard", "missing_since",
     # Holds
     "due",
     # HoldReads, Generations
     "stopping_at", "cancelled_at", "unproven_until", "_not_before", "_closes_at", "_next_look", "_last_at",
 })
 DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s", "wait_s", "claim_wait_s", "claim_retry_s", "_pause_s",
-                       "look_s"})
+                       "add_pause_s", "look_s"})
 
 # What no decision depends on: statistics, texts, and bound methods that every copy has of its own.
 SHARED = frozenset({"shape", "_handlers"})

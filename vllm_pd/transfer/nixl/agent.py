@@ -27,8 +27,8 @@ from vllm_pd.transfer.nixl.devices import CURE, only_devices_of
 logger = logging.getLogger("vllm.pd")
 
 PROGRESS_WAIT_S = 0.1
-# How often the kernel repeats the packet with which UCX begins a connection: it waits 3 s in all. Meanwhile nothing else
-# goes through the agent, so a peer whose ports a firewall drops costs that with each try (`PeeringLimits.add_retry_s`).
+# How often the kernel repeats the packet with which UCX begins a connection: it waits 3 s in all. Nothing else goes
+# through the agent meanwhile, so a peer whose ports a firewall drops costs that with each try (`protocol.peering`).
 SYN_RETRIES = "1"
 
 
