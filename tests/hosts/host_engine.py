@@ -84,6 +84,7 @@ class HostEngine(LightEngine):
         return {"free": state["free"], "open": state["open"], "jobs": state["jobs"], "waiting": state["waiting"],
                 "handles": state["handles"], "held": len(self.held), "claimed": state["claimed"],
                 "reading": len(self.reading), "quarantined": sum(kept), "error": state["error"],
+                "moved": state["moved"],
                 "reached": len(state["reached"]), "broker_up": state["view"]["broker_up"],
                 "prefill_peers": state["view"]["prefill_peers"], "gauges": status.gauges, "degraded": status.degraded,
                 "dropped": {name: count for name, count in state["dropped"].items() if count}}

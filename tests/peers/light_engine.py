@@ -197,7 +197,8 @@ class LightEngine:
         self._collect()
         self._start_waiting()
         self._compute()
-        self.agent.protocol.prefill.set_credits(max(0, self.room - len(self.jobs)))
+        queued = sum(len(job.prefill.token_ids) for job in self.jobs.values() if not job.blocks)
+        self.agent.protocol.prefill.set_credits(max(0, self.room - len(self.jobs)), queued)
         self.agent.protocol.set_load(m.Load(len(self.prompts) + len(self.jobs), len(self.waiting), len(self.free)))
 
     def _collect(self) -> None:
@@ -291,7 +292,7 @@ class LightEngine:
         if job.cancelled:
             self.agent.protocol.prefill.ended(attempt)
         elif end.ok:
-            self.agent.protocol.prefill.sent(attempt, m.Timings(bytes=end.bytes, measured=True))
+            self.agent.protocol.prefill.sent(attempt, m.Timings(transfer_s=end.seconds, bytes=end.bytes, measured=True))
         else:
             self.agent.protocol.prefill.failed(attempt, end.error)
 

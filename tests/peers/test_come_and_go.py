@@ -86,7 +86,7 @@ def test_b23_words_about_an_earlier_life_are_refused_and_counted(nursery, broker
     socket = sockets.client(context, decode.member.address, only_connected=False)
     for word in (m.Claim(old, 1), m.Renew(old, 1, 1), m.Writing(old, 1), m.Sent(old, 1, m.Timings()),
                  m.Failed(old, 1, "late"), m.Stopped(old, 1)):
-        socket.send(codec.encode(prefill.member.incarnation, word))
+        socket.send(codec.encode("an earlier life of P", word))  # its name now is that of its connection
     names = [f"decode_{name}_unknown" for name in ("claim", "renew", "writing", "sent", "failed", "stopped", "notice")]
     decode.wait_until(lambda state: all(state["dropped"].get(name, 0) > before.get(name, 0) for name in names))
     socket.close()

@@ -75,6 +75,8 @@ class Words:
             count = max(info.min_length or 0, dice.choice([0, 1, 2, 3, 3, 17]))
             kind = tuple if isinstance(info, inspect.VarTupleType) else list
             return kind(self._value(name, info.item_type) for _ in range(count))
+        if isinstance(info, inspect.TupleType):
+            return tuple(self._value(name, one) for one in info.item_types)
         if isinstance(info, inspect.DictType):
             return {self._value(name, info.key_type): self._value(name, info.value_type)
                     for _ in range(dice.randrange(3))}

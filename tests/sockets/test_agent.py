@@ -90,6 +90,7 @@ class Settings:
     decides_by_time: bool = False
     is_two_sided: bool = False
     metaserver_urls: tuple[str, ...] = ()
+    zone: str | None = None
     hold_s: float = 30.0
     heartbeat_s: float = 0.1
     ttl_s: float = 60.0
@@ -548,7 +549,7 @@ class Settings:
     max_prefill_tokens: int = 65536; decides_by_time: bool = False; is_two_sided: bool = False; hold_s: float = 30.0
     claim_retry_s: float = 10.0; heartbeat_s: float = 0.1; ttl_s: float = 60.0; keys: str | None = None
     nats_prefix: str = "test"; nats_credentials: str | None = None; nats_ca: str | None = None
-    metaserver_urls: tuple = (); lifeline_port: int = 0
+    metaserver_urls: tuple = (); lifeline_port: int = 0; zone: str | None = None
 bell = threading.Event()
 fingerprint = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 agent = ControlAgent(Settings(), local_member(m.Role(sys.argv[1]), fingerprint), b"m", bell.set)

@@ -56,6 +56,7 @@ def test_every_key_can_be_set(files):
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
              "log_decisions": True, "nats_prefix": "mine", "hold_s": 0, "lifeline_port": 5703,
+             "zone": "rack-7",
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
                        "pinned_gib": 1}, **files}
@@ -104,7 +105,7 @@ def test_b80_missing_broker(extra):
 WRONG_TYPES = [(key.name, value)
                for key in PDConfig.settings() for value in (None, [], {}, "1" if key.type is not str else 1,
                                                             True if key.type is not bool else 1)
-               if (key.name, value) != ("store", {})]
+               if (key.name, value) not in [("store", {}), ("zone", "1")]]
 
 
 @pytest.mark.parametrize("name, value", WRONG_TYPES + [("max_queue_length", 1.5), ("max_local_prefill_tokens", 2.0)])
@@ -119,6 +120,7 @@ def test_b80_wrong_type(name, value):
     ("max_local_prefill_tokens", -1), ("max_queue_length", 0), ("max_prefill_jobs", 0),
     ("prefill_step_s", 0), ("prefill_overtaking", -1), ("max_prefill_tokens", 0),
     ("max_parked_fraction", 0), ("lifeline_port", -1), ("lifeline_port", 65536),
+    ("zone", ""), ("zone", "a b"), ("zone", "a\n"), ("zone", "a" * 65), ("zone", 7),
     ("max_parked_fraction", 1.01), ("max_parked_fraction", float("nan")), ("lease_s", 0), ("lease_s", -3),
     ("lease_s", float("inf")), ("lease_s", 10**400), ("attempt_deadline_s", 0), ("claim_retry_s", 0),
     ("heartbeat_s", 0), ("ttl_s", 0), ("itl_target_ms", 0), ("itl_target_ms", 60_001),

@@ -63,7 +63,7 @@ def test_b98_a_job_has_the_priority_of_its_request(side):
         (other,) = side.submit(1.0, attempt(number), TOKENS, [5, 6, 9], 1, priority=priority)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(other.message.job), type=m.Job).priority == sent
     frame = msgspec.msgpack.encode(put.message.job)
-    *older, priority, _ = msgspec.msgpack.decode(frame)
+    *older, priority, _, _ = msgspec.msgpack.decode(frame)
     assert priority == -7
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).priority == 0, "of an older engine"
 
@@ -93,7 +93,8 @@ def test_life_of_an_attempt_that_is_done(side):
     assert side.receive(4.0, "p", m.Sent(attempt(1), 7, m.Timings(0.0, 0.25, 0.5, 0.125, 99))) == []
     assert side.writing_since() == 4.0
     # 5. The notice is the end, with everybody's timings.
-    assert side.arrived(4.0, attempt(1), 0) == [Prefilled(attempt(1), m.Timings(2.0, 0.25, 0.5, 0.125, 99, True))]
+    timings = m.Timings(2.0, 0.25, 0.5, 0.125, 99, True)
+    assert side.arrived(4.0, attempt(1), 0) == [Prefilled(attempt(1), timings, "p", len(TOKENS) - 16)]
     assert_empty(side)
     assert not side.dropped
 
@@ -103,7 +104,7 @@ def test_timings_that_come_after_the_end_come_once(side):
     (done,) = side.arrived(1.0, one, 0)
     assert not done.timings.measured and done.timings.queue_s == 0.5
     (timed,) = side.receive(1.0, "p", m.Sent(one, 7, m.Timings(bytes=3)))
-    assert timed == Timed(one, m.Timings(queue_s=0.5, bytes=3, measured=True))
+    assert timed == Timed(one, m.Timings(queue_s=0.5, bytes=3, measured=True), "p", len(TOKENS) - 16)
     assert side.receive(1.0, "p", m.Sent(one, 7, m.Timings(bytes=3))) == []
     assert side.dropped["sent_unknown"] == 1
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd.broker.choice import MAX_OFFERS, JobTaker, choose
+from vllm_pd.broker.choice import MAX_OFFERS, START_TOKENS_PER_S, JobTaker, choose
 from vllm_pd.broker.preference import PrefillPreference
 from vllm_pd.broker.prompts import BLOCK_TOKENS, MAX_BLOCKS, PromptMemory, block_names
 from vllm_pd.broker.registry import QueueLimits, Registry
@@ -289,10 +289,11 @@ def test_an_engine_of_an_older_release_has_its_slots_alone():
 
 
 def takers(*rates, jobs=8):
+    """Of the incarnations "0", "1" and so on."""
     made = []
-    for rate in rates:
+    for number, rate in enumerate(rates):
         taker = JobTaker()
-        taker.reported(member("x", tokens_per_s=rate))
+        taker.reported(member(str(number), tokens_per_s=rate))
         taker.set_credit(m.Credit(jobs, 0, 10**9, 0))
         made.append(taker)
     return made
@@ -333,6 +334,105 @@ def test_a_fast_engine_gets_as_much_more_and_an_unknown_speed_is_that_of_the_oth
     for number in range(200):
         give(found, prompt(number, 100))
     assert abs(found[0].queued_tokens - found[1].queued_tokens) <= 100
+
+
+@pytest.mark.parametrize("rate", [0.0, 1000.0])
+def test_a_detour_is_made_once_the_queue_here_takes_longer(rate):
+    """Where no speed is known the engines count as those of `START_TOKENS_PER_S`."""
+    found = takers(rate, rate, jobs=1000)
+    detours, per_s = (("0", 2.0), ("gone", 5.0)), rate or START_TOKENS_PER_S
+    taken = [give(found, prompt(number, 100), detours=detours) for number in range(1000)]
+    first = taken.index(0)
+    assert 2.0 <= (first + 1) * 100 / per_s <= 2.2 and first > 10
+    assert abs(taken[first:].count(0) - taken[first:].count(1)) <= 1, "from then on both have as much before it"
+    assert found[1].queued_tokens - found[0].queued_tokens == pytest.approx(2.0 * per_s, abs=100)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(0.0, 100.0), st.floats(0.0, 100.0), st.lists(st.integers(1, 5000), min_size=1, max_size=40))
+def test_a_longer_detour_gets_no_more_tokens(short_s, more_s, sizes):
+    def tokens_of_the_far_one(detour_s):
+        found = takers(1000.0, 1000.0, jobs=1000)
+        given = [give(found, prompt(number, size), detours=(("0", detour_s), ))
+                 for number, size in enumerate(sizes)]
+        return sum(size for size, place in zip(sizes, given, strict=True) if place == 0)
+    assert tokens_of_the_far_one(short_s + more_s) <= tokens_of_the_far_one(short_s) + max(sizes)
+
+
+def far_and_full(detours=(("far", 3.0), ), queued=500, **more):
+    """A job of 100 tokens, at a registry with "far", which has room, and "near", which has none and `queued` tokens,
+    half a second's work. Returns the registry, and the answers to the put."""
+    registry = Registry("b", QueueLimits(ttl_s=1e9))
+    registry.receive(0.0, "d", m.Register(member("d", m.Role.DECODE)))
+    for name, credit in (("near", m.Credit(0, 0, 10**6, queued)), ("far", m.Credit(8, 0, 10**6, 0))):
+        registry.receive(0.0, name, m.Register(member(name, tokens_per_s=1000.0)))
+        registry.receive(0.0, name, credit)
+    return registry, registry.receive(10.0, "d", m.Put(job(prompt(1, 100), detours=detours, **more)))
+
+
+def offered(messages):
+    return [to for to, message in messages if isinstance(message, m.Offer)]
+
+
+def test_a_job_waits_for_a_near_engine_that_is_full_as_long_as_the_detour_at_most():
+    registry, answers = far_and_full()
+    assert offered(answers) == [] and len(registry) == 1
+    assert offered(registry.receive(11.0, "near", m.Credit(1, 0, 10**6, 400))) == ["near"]
+    registry, _ = far_and_full()
+    assert offered(registry.handle_timeout(12.9)) == [] and offered(registry.handle_timeout(13.0)) == ["far"]
+
+
+@pytest.mark.parametrize("more", [{"detours": ()}, {"detours": (("near", 1.0), ("far", 1.0))}, {"queued": 4000},
+                                  {"avoid": ("near", )}])
+def test_a_job_does_not_wait_where_that_gains_nothing(more):
+    """The path to the other is no longer, what is queued here takes longer, nobody else may take it."""
+    registry, answers = far_and_full(**more)
+    assert offered(answers) == ["far"] and len(registry) == 0
+
+
+def test_one_that_waits_for_a_near_engine_holds_up_no_other_and_is_before_those_that_came_later():
+    registry, _ = far_and_full()
+    assert offered(registry.receive(10.5, "d", m.Put(job(prompt(2, 100), avoid=("near", ))))) == ["far"]
+    registry.receive(10.6, "d", m.Put(job(prompt(3, 100), detours=(("far", 3.0), ))))
+    ((_, offer), ) = registry.receive(11.0, "near", m.Credit(1, 0, 10**6, 0))
+    assert offer.job.token_ids == prompt(1, 100)
+
+
+def test_a_prefix_beyond_a_slow_link_is_computed_again_where_that_is_sooner():
+    found = takers(1000.0, 1000.0)
+    common = prompt(1, 4096)
+    assert give(found, common + prompt(2, 100)) == 0
+    found[0].computed_since(100.0)
+    assert give(found, common + prompt(3, 100), detours=(("0", 5.0), )) == 0, "twice 4.1 s"
+    found[0].computed_since(100.0)
+    assert give(found, common + prompt(4, 100), detours=(("0", 9.0), )) == 1
+
+
+def test_detours_change_nothing_where_slots_decide_or_one_alone_fits():
+    old, far = JobTaker(), JobTaker()
+    far.reported(member("far"))
+    for taker, jobs in ((old, 1), (far, 2)):
+        taker.set_credit(m.Credit(jobs, 0))
+    one = job(prompt(1, 100), detours=(("far", 60.0), ))
+    assert choose([old, far], one, ()) is far, "no tokens are counted"
+    assert choose([far], one, ()) is far
+
+
+def test_the_broker_and_a_decode_engine_of_nats_make_the_same_detours():
+    """The same jobs come, one after another, to the broker's registry and to the preference of one decode engine; the
+    path to p takes 3 s longer."""
+    fleet = Fleet(Engine("p", 1000, 10**9), Engine("q", 1000, 10**9))
+    preference, members = PrefillPreference(), [member(name, tokens_per_s=1000.0) for name in "pq"]
+    for one in members:
+        fleet.send(one.incarnation, m.Register(one))
+        preference.heard(one)
+    preferred = []
+    for number in range(40):
+        one = job(prompt(number, 200), number=number, detours=(("p", 3.0), ))
+        fleet.put(one)
+        preferred.append(preference.prefer(0.0, one, members))
+    assert [name for name, _ in fleet.given] == preferred
+    assert 14 <= preferred.index("p") <= 15 and 10 <= preferred.count("p") <= 14
 
 
 def test_the_queue_counts_what_is_left_of_it():

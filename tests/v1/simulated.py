@@ -185,7 +185,7 @@ class FakeProtocol:
     def view(self, avoid=()):
         return QueueView(True, 0, self.peers - len(avoid), None)
 
-    def prefill_loads(self, avoid=()):
+    def prefill_loads(self, avoid=(), tokens=0):
         return PrefillLoads(self.queued_tokens, ((0, 2.0), ) * (self.peers - len(avoid)))
 
     def set_credits(self, jobs, queued_tokens=None, is_paused=False):

@@ -9,6 +9,10 @@ and the jobs that it was offered since.
 Tokens that another engine has already and this one must compute count `COPY_WEIGHT` times more, because a second copy
 of a prefix takes KV blocks from other prompts. So a prompt goes where its beginning is, unless the queue there takes
 longer than twice the time of computing it elsewhere.
+
+The path comes to it: what the decode engine has measured that it takes longer than the nearest one (`Job.detours`). So
+a prompt crosses a slow link only where what is queued on this side of it takes longer than the link. Where nobody on
+this side has room, it waits for that, as long as the link would take at most.
 """
 import collections
 import statistics
@@ -20,6 +24,9 @@ from vllm_pd.protocol import messages as m
 
 COPY_WEIGHT = 1.0  # gave the most hits and the shortest times in `vllm-pd bench router --hit-rate --prefill 4`
 MAX_OFFERS = 1024  # remembered of one engine; it holds fewer jobs
+# Of all engines, where none has measured its own: what they have queued is then compared with detours alone. A power of
+# two, so that no rounding decides between two sums of tokens.
+START_TOKENS_PER_S = 8192.0
 
 
 class _OpenOffer(NamedTuple):
@@ -31,9 +38,10 @@ class _OpenOffer(NamedTuple):
 
 class JobTaker:
     """What is known of one prefill engine: its last credit, the offers made to it, the prompts that it was given.
-    `offered` counts the offers, the last of them made at `offered_at`."""
+    `offered` counts the offers, the last of them made at `offered_at`. `incarnation` is empty before `reported`."""
 
     def __init__(self) -> None:
+        self.incarnation = ""
         self.offered = 0
         self.offered_at = 0.0
         self._credit = m.Credit(0, 0)
@@ -72,6 +80,7 @@ class JobTaker:
 
     def reported(self, member: m.Member) -> None:
         """Its heartbeat. The most KV blocks that it ever had free are about as many as its prefix cache can hold."""
+        self.incarnation = member.incarnation
         self._tokens_per_s = member.load.tokens_per_s
         if member.load.free_blocks > self._most_free_blocks:
             self._most_free_blocks = member.load.free_blocks
@@ -130,12 +139,27 @@ def choose(takers: Sequence[JobTaker], job: m.Job, names: Sequence[int]) -> JobT
     if not all(taker.counts_tokens for taker in takers):
         return min(takers, key=by_slots)
     known = [taker.tokens_per_s for taker in takers if taker.tokens_per_s > 0]
-    typical = statistics.fmean(known) if known else 1.0  # of one that has measured nothing yet
+    typical = statistics.fmean(known) if known else START_TOKENS_PER_S  # of one that has measured none
     left = [taker.left_tokens(job, names) for taker in takers]
     least = min(left)
+    detours = dict(job.detours)
 
     def cost_s(place: int) -> float:
         expected_s = (takers[place].queued_tokens + left[place]) / (takers[place].tokens_per_s or typical)
-        return expected_s + COPY_WEIGHT * (left[place] - least) / typical
+        copy_s = COPY_WEIGHT * (left[place] - least) / typical
+        return expected_s + copy_s + detours.get(takers[place].incarnation, 0.0)
 
     return takers[min(range(len(takers)), key=lambda place: (cost_s(place), *by_slots(takers[place])))]
+
+
+def choose_or_wait(takers: Sequence[JobTaker], full: Sequence[JobTaker], job: m.Job, names: Sequence[int],
+                   waited_s: float) -> JobTaker | None:
+    """As `choose`, among those with room. None: the job, which waits since `waited_s`, had better wait for one of those
+    that are `full`, to which the path is shorter."""
+    chosen = choose(takers, job, names)
+    detours = dict(job.detours)
+    detour_s = detours.get(chosen.incarnation, 0.0)
+    if detour_s <= waited_s:
+        return chosen
+    nearer = [taker for taker in full if detours.get(taker.incarnation, 0.0) < detour_s]
+    return chosen if choose([chosen, *nearer], job, names) is chosen else None

@@ -218,7 +218,7 @@ class NatsSession:
             refusal = m.PutRefusal.NO_PEER
         else:
             preferred = self._preference.prefer(time.monotonic(), job, fitting)
-            refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred))
+            refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred, detours=()))
         self._report(m.PutReply(job.attempt, refusal, self._queue_length, is_new))
 
     def _fitting(self, job: m.Job, owner: m.Member) -> list[m.Member]:

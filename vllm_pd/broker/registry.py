@@ -2,8 +2,8 @@
 """What the broker knows, pure: the members, their credits, the jobs that wait.
 
 The queue is first in, first out, and holds promises only: a job lost with it is put again by its D, a job offered twice
-is denied there. So nothing here has to outlive the process. A job waits only while nobody who may take it has room; who
-of those that have room gets it: `broker.choice`.
+is denied there. So nothing here has to outlive the process. A job waits only while nobody who may take it has room, or
+only somebody across a slow link; who of those that have room gets it: `broker.choice`.
 """
 import collections
 import math
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from vllm_pd.broker.changes import ChangeLog
-from vllm_pd.broker.choice import JobTaker, choose
+from vllm_pd.broker.choice import JobTaker, choose_or_wait
 from vllm_pd.broker.prompts import block_names
 from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.locality import stays_on_loopback
@@ -241,7 +241,12 @@ class Registry:
             if not fitting:
                 continue
             names = block_names(job)
-            chosen = choose([entry.taker for entry in fitting], job, names)
+            full = [entry.taker for entry in self._entries.values()
+                    if job.detours and not entry.taker.has_room() and self._fits(entry, job)]
+            waited_s = now + job.deadline_s - until
+            chosen = choose_or_wait([entry.taker for entry in fitting], full, job, names, waited_s)
+            if chosen is None:
+                continue
             entry = next(entry for entry in fitting if entry.taker is chosen)
             serial = chosen.offer(now, job, names)
             self._remove(job.attempt)

@@ -40,7 +40,8 @@ class There(msgspec.Struct, frozen=True):
     follows the computation of this prompt: `transfer_s`, its KV is written; `overhead_s`, all that is neither
     waiting, computing nor writing. `prompts_per_s`: how many prompts this decode engine hands over. `order`: how their
     jobs are ordered, None: first in, first out. `ours`: for each engine in `busy` this engine's jobs there, (tokens,
-    seconds since it has them), which count in `busy`. `later_tokens`: of some prompts like those that come later."""
+    seconds since it has them), which count in `busy`. `later_tokens`: of some prompts like those that come later.
+    `paths_s`: for each engine in `busy` what takes the place of `transfer_s`, empty: nothing does."""
     queued_tokens: int
     busy: tuple[tuple[int, float], ...]
     transfer_s: float
@@ -49,6 +50,12 @@ class There(msgspec.Struct, frozen=True):
     order: JobOrder | None = None
     ours: tuple[tuple[tuple[int, float], ...], ...] = ()
     later_tokens: tuple[int, ...] = ()
+    paths_s: tuple[float, ...] = ()
+
+    @property
+    def transfers_s(self) -> tuple[float, ...]:
+        """How long the KV is written afterwards, for each engine in `busy`."""
+        return self.paths_s or (self.transfer_s, ) * len(self.busy)
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -79,12 +86,13 @@ class Expected(msgspec.Struct, frozen=True):
         """All inputs and results in one line."""
         here, there = self.here, self.there
         busy = ", ".join(f"{tokens} tokens at {rate:.0f}/s" for tokens, rate in there.busy)
+        transfers = ", ".join(f"{seconds:.3f}" for seconds in there.paths_s or (there.transfer_s, ))
         return (
             f"here {self.here_s:.3f} s and {self.others_here_s:.3f} s of others ({here.tokens_before} tokens before it,"
             f" {here.tokens_per_s:.0f} tokens/s, {here.decodes} decoding in steps of {here.step_s:.4f} s, with this "
             f"prompt {self.step_s:.4f} s, {here.prompts_per_s:.2f} prompts/s), there {self.there_s:.3f} s and "
             f"{self.others_there_s:.3f} s of others ({there.queued_tokens} tokens queued, prefill engines: {busy}; "
-            f"transfer {there.transfer_s:.3f} s, overhead {there.overhead_s:.3f} s, {there.prompts_per_s:.2f} "
+            f"transfer {transfers} s, overhead {there.overhead_s:.3f} s, {there.prompts_per_s:.2f} "
             "prompts/s)")
 
 
@@ -99,9 +107,9 @@ def expect(tokens: int, here: Here, there: There) -> Expected | None:
     before_s = math.ceil(here.tokens_before / most) * here.step_s + here.tokens_before / rate
     here_s = math.ceil(work / most) * here.step_s + work / rate
     # A peer computes it, in a step of its own; then its KV is written, and a step here makes the token.
-    begun_s, computing_s = _there_s(tokens, there)
+    begun_s, computing_s, transfer_s = _there_s(tokens, there)
     passed_s, others_there_s = _later_s(tokens, begun_s, computing_s, here.step_s, there)
-    there_s = begun_s + computing_s + passed_s + there.transfer_s + there.overhead_s + 2 * here.step_s
+    there_s = begun_s + computing_s + passed_s + transfer_s + there.overhead_s + 2 * here.step_s
     return Expected(tokens, here_s, there_s,
                     _others_s(before_s, here_s - before_s, here.prompts_per_s),
                     others_there_s, here.step_s + min(most, work) / rate, here, there)
@@ -137,16 +145,17 @@ def _later_s(tokens: int, begun_s: float, computing_s: float, step_s: float, the
     return passed_s / len(there.later_tokens), others_s / len(there.later_tokens)
 
 
-def _there_s(tokens: int, there: There) -> tuple[float, float]:
-    """When the prefill engine that would end first could begin, and how long it computes. A job that waits at the
-    broker goes to the engine that is free first, and passes nobody before."""
+def _there_s(tokens: int, there: There) -> tuple[float, float, float]:
+    """When the prefill engine could begin from which the KV would be here first, how long it computes, and how long the
+    writing goes on. A job that waits at the broker goes to the engine that is free first, and passes nobody before."""
     ends = [(done / max(MIN_TOKENS_PER_S, rate), max(MIN_TOKENS_PER_S, rate)) for done, rate in there.busy]
     begun_s = _begun_s(there.queued_tokens, sorted(ends))
     if there.order is not None and there.ours and not there.queued_tokens:
         begun_s = 0.0
         ends = [(_turn_s(tokens, end_s, rate, ours, there.order), rate)
                 for (end_s, rate), ours in zip(ends, there.ours, strict=True)]
-    return min(((max(begun_s, end_s), tokens / rate) for end_s, rate in ends), key=sum)
+    return min(((max(begun_s, end_s), tokens / rate, transfer_s)
+                for (end_s, rate), transfer_s in zip(ends, there.transfers_s, strict=True)), key=sum)
 
 
 def _turn_s(tokens: int, end_s: float, rate: float, ours: Iterable[tuple[int, float]], order: JobOrder) -> float:

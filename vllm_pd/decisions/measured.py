@@ -185,9 +185,9 @@ class DecodeMeasures:
         return Here(tokens_before, rate, self._speed.step_s, decodes, self._batch_tokens, self._prompts.per_s(now))
 
     def there(self, now: float, tokens: int, queued_tokens: int, busy: Iterable[tuple[int, float]],
-              ours: tuple[tuple[tuple[int, float], ...], ...] = ()) -> There:
-        """The prefill engines now, for a prompt with so many tokens to compute. `busy` and `ours`: see `There`, with
-        rate 0 where it is not measured."""
+              ours: tuple[tuple[tuple[int, float], ...], ...] = (), paths_s: tuple[float, ...] = ()) -> There:
+        """The prefill engines now, for a prompt with so many tokens to compute. `busy`, `ours` and `paths_s`: see
+        `There`, with rate 0 where it is not measured."""
         engines = tuple(busy)
         own, mean = self._speeds(rate for _, rate in engines)
         age_s = self._hand_over_age_s(now)
@@ -196,7 +196,7 @@ class DecodeMeasures:
                          min(tokens, self._last_tokens) / aged_rate(self._sent_last.per_s, START_MOVED_PER_S, age_s))
         overhead_s = aged(min(self._overheads_s, default=START_OVERHEAD_S), START_OVERHEAD_S, age_s)
         return There(queued_tokens, found, transfer_s, overhead_s, self._handed_over.per_s(now), self._order,
-                     ours, tuple(self._later_tokens))
+                     ours, tuple(self._later_tokens), paths_s)
 
     def _hand_over_age_s(self, now: float) -> float:
         if self._handed_over_at is None:

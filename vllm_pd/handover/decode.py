@@ -468,9 +468,9 @@ class DecodeHandover(ABC, Generic[R]):
                 if not self._is_finished(request)]
         self._local = [one for one in left if one[1]]
         before = self.job_tokens + sum(stays for _, stays in self._local)
-        now, loads = time.monotonic(), self._session.prefill_loads(avoid)
+        now, loads = time.monotonic(), self._session.prefill_loads(avoid, tokens)
         here = self.measures.here(now, before, self._num_decoding(), [rate for _, rate in loads.busy])
-        there = self.measures.there(now, tokens, loads.queued_tokens, loads.busy, loads.ours)
+        there = self.measures.there(now, tokens, loads.queued_tokens, loads.busy, loads.ours, loads.paths_s)
         return expect(max(1, tokens), here, there)
 
     def _count_timings(self, attempt: Attempt, timings: Timings) -> None:

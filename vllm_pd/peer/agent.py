@@ -61,7 +61,8 @@ class ControlAgent:
             sockets.close(0)
             raise ConfigError("lifeline_port", self._config.lifeline_port, f"{error}: write a free port, or 0"
                               ) from error
-        member = msgspec.structs.replace(self.member, address=sockets.address, lifeline=self._lifeline.address)
+        member = msgspec.structs.replace(self.member, address=sockets.address, lifeline=self._lifeline.address,
+                                         zone=self._config.zone or "")
         self.protocol = PeerProtocol(self._config, member, self._metadata, self._clock)
         poster = None
         if self._config.metaserver_urls:

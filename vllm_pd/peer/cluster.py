@@ -141,6 +141,10 @@ class ClusterView:
         return [member.incarnation for member in self._prefills if member.incarnation in greeted
                 and member.incarnation not in self._seems_dead and self.member.incarnation not in member.unreached]
 
+    def zones(self, greeted: Collection[str], avoid: Collection[str] = ()) -> dict[str, str]:
+        """The zones of the prefill engines that `view` counts, by incarnation."""
+        return {name: self._members[name].zone for name in self.prefills(greeted) if name not in avoid}
+
     def not_reaching_us(self) -> list[m.Member]:
         """The registered prefill engines that fit and say that this engine does not answer them."""
         return [member for member in self._prefills if self.member.incarnation in member.unreached]

@@ -11,6 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+import msgspec
+
+from vllm_pd.decisions.paths import PathCosts
 from vllm_pd.peer.cluster import ClusterView
 from vllm_pd.peer.credits import JobCredits
 from vllm_pd.peer.failed_paths import FailedPaths
@@ -28,6 +31,9 @@ from vllm_pd.protocol.actions import (
     Fallback,
     FallbackReason,
     Prefill,
+    Prefilled,
+    Timed,
+    ToBroker,
 )
 from vllm_pd.protocol.attempts import DecodeLimits
 from vllm_pd.protocol.decode import DecodeProtocol
@@ -70,6 +76,7 @@ class PeerCore:
         self.refusal = ""  # why every job is refused
         self.own_jobs = OwnJobs() if config.decides_by_time else None
         self.posted = PostedJobs()
+        self.paths = PathCosts(member.zone)
         self.failed_paths = FailedPaths()
         self.last_number = -1  # of this engine's attempts
         self.ttl_s = config.ttl_s
@@ -94,15 +101,32 @@ class PeerCore:
             if isinstance(action, Prefill) and self.refusal:
                 self.do(self.prefill_half.failed(self.clock(), action.attempt, self.refusal))
             elif isinstance(action, EVENTS):
+                if isinstance(action, Prefilled | Timed) and action.peer and action.timings.measured:
+                    self.paths.handed_over(self.clock(), action.peer, self._zone(action.peer), action.tokens,
+                                           action.timings)
                 if isinstance(action, Fallback) and self._failed_on_the_way(action):
                     self.failed_paths.failed(self.clock(), action.peer, action.attempt.number, self.last_number)
                 if self._is_for_ranks(action):
                     self.events.append(action)
                     self.announced = False
             else:
-                self.outbox.append(action)
+                self.outbox.append(self._with_detours(action))
         if actions:
             self.wake()
+
+    def _with_detours(self, action: Action) -> Action:
+        """The same; a job for the broker with what is known of the paths to the prefill engines."""
+        if not (isinstance(action, ToBroker) and isinstance(action.message, m.Put)):
+            return action
+        job = action.message.job
+        zones = self.cluster.zones(self.greeted(), job.avoid)
+        detours = self.paths.detours(self.clock(), job.new_tokens, zones)
+        return ToBroker(m.Put(msgspec.structs.replace(job, detours=detours))) if detours else action
+
+    def _zone(self, peer: str) -> str:
+        """That of a prefill engine that has greeted this one, or did."""
+        member = self.decode_half.peers.get(peer)
+        return "" if member is None else member.zone
 
     def _failed_on_the_way(self, end: Fallback) -> bool:
         """Whether it is not P's own word that ended it, or that word was that a transfer has failed."""

@@ -124,17 +124,20 @@ class DecodeSession(Session):
         return self._cluster.view(self._clock(), self._decode.queued(), self._core.greeted(), avoid)
 
     @locked
-    def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
-        """What the prefill engines have to compute at present, without those in `avoid`. What others have queued is as
-        old as the last reports; what this engine has is exact. Raises ValueError with a fixed
-        `max_local_prefill_tokens`."""
+    def prefill_loads(self, avoid: Collection[str] = (), tokens: int = 0) -> PrefillLoads:
+        """What the prefill engines have to compute at present, without those in `avoid`, and what their paths cost a
+        prompt with so many `tokens` to compute. What others have queued is as old as the last reports; what this engine
+        has is exact. Raises ValueError with a fixed `max_local_prefill_tokens`."""
         if self._core.own_jobs is None:
             raise ValueError("loads are followed with max_local_prefill_tokens auto only")
-        cluster, taken = self._cluster, self._decode.taken(self._clock())
-        reported = cluster.prefill_loads(self._core.greeted(), avoid)
+        now, cluster, greeted = self._clock(), self._cluster, self._core.greeted()
+        taken = self._decode.taken(now)
+        reported = cluster.prefill_loads(greeted, avoid)
+        paths_s = self._core.paths.costs_s(now, tokens, cluster.zones(greeted, avoid))
         found = self._core.own_jobs.corrected(self._decode.uncomputed(), cluster.queue_tokens, cluster.queue_length,
                                               reported)
-        return msgspec.structs.replace(found, ours=tuple(tuple(taken.get(one.incarnation, ())) for one in reported))
+        return msgspec.structs.replace(found, ours=tuple(tuple(taken.get(one.incarnation, ())) for one in reported),
+                                       paths_s=tuple(paths_s[one.incarnation] for one in reported if paths_s))
 
     def _is_shut_for(self, attempt: m.Attempt) -> bool:
         """Whether nothing is sent any more. Then the attempt has ended."""

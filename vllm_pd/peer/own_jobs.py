@@ -23,10 +23,12 @@ Jobs = Mapping[str, Sequence[int]]  # the tokens of each of our jobs, by who has
 class PrefillLoads(msgspec.Struct, frozen=True):
     """Prompt tokens to be computed: `queued_tokens` that no prefill engine has taken; `busy`, for each prefill engine
     (tokens that it has taken, tokens per second as it has measured, 0 where it has not); `ours`, for each of `busy` our
-    jobs among those tokens (tokens, seconds since it has them)."""
+    jobs among those tokens (tokens, seconds since it has them); `paths_s`, for each of `busy` what its path costs
+    (`PathCosts.costs_s`), empty where that is not known."""
     queued_tokens: int
     busy: tuple[tuple[int, float], ...]
     ours: tuple[tuple[tuple[int, float], ...], ...] = ()
+    paths_s: tuple[float, ...] = ()
 
 
 class OwnJobs:

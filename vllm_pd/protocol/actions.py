@@ -39,15 +39,20 @@ class FallbackReason(StrEnum):
 
 class Prefilled(msgspec.Struct, frozen=True):
     """D: all blocks of the attempt hold their KV, and no peer will write them again. Where `timings.measured` is not
-    set, P's part follows in a `Timed`."""
+    set, P's part follows in a `Timed`. `peer` is the P that wrote `tokens` of the prompt; of a hold that was read it is
+    empty."""
     attempt: Attempt
     timings: Timings
+    peer: str = ""
+    tokens: int = 0
 
 
 class Timed(msgspec.Struct, frozen=True):
-    """D: the timings of an attempt whose `Prefilled` came before P's message did. May never come."""
+    """D: the timings of an attempt whose `Prefilled` came before P's message did. May never come. As `Prefilled`."""
     attempt: Attempt
     timings: Timings
+    peer: str = ""
+    tokens: int = 0
 
 
 class Fallback(msgspec.Struct, frozen=True):

@@ -62,3 +62,4 @@ class AttemptRecord:
         self.writing_at: float | None = None
         self.arrived: set[int] = set()
         self.timings = m.Timings()
+        self.moved_tokens = 0  # once it is DONE

@@ -119,10 +119,11 @@ class DecodeProtocol:
             return self._p_stopped(now, record, FallbackReason.FAILED, "")
         record.state = AttemptState.DONE
         self.counters["done"] += 1
+        record.moved_tokens = self._new_tokens(record)
         del self._records[attempt]
         if not record.timings.measured:
             self._remember(record)
-        return [Prefilled(attempt, record.timings)]
+        return [Prefilled(attempt, record.timings, record.peer, record.moved_tokens)]
 
     def grant_closed(self, now: float, attempt: m.Attempt) -> list[Action]:
         """With `own_fence`, after the attempt has ended: our ranks receive nothing for it any more, whatever P does."""
@@ -452,7 +453,7 @@ class DecodeProtocol:
         late = self._done.get(message.attempt)
         if late is not None and (late.peer, late.claim) == (sender, message.claim):
             del self._done[message.attempt]
-            return [Timed(message.attempt, self._measured(late, message.timings))]
+            return [Timed(message.attempt, self._measured(late, message.timings), sender, late.moved_tokens)]
         record = self._held_by(sender, message)
         if record is None or record.timings.measured:
             return self._drop("sent_unknown" if record is None else "sent_duplicate")

@@ -26,6 +26,8 @@ MAX_MEMBERS = 4096
 MAX_PROCESSES = 4096  # of one engine
 MAX_AVOIDED = 16
 MAX_UNREACHED = 64  # of one P; each is told to everybody
+MAX_DETOURS = 64  # Ps, in one job
+MAX_ZONE_CHARS = 64
 MAX_FENCES = 1024  # peers, in one status
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
 SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
@@ -35,7 +37,8 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 MAX_PRIORITY = 2**31 - 1
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+MAX_SECONDS = 1e9
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
                      msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
@@ -141,7 +144,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     that can write, so that another process in the same process namespace of the same boot can see by fact whether any
     still exists; `lifeline` is a listening socket that nothing but the end of the process closes, for all others.
     `draining`: it takes no new jobs. `http`: the base URL of its OpenAI server, as far as it has one and others can
-    reach it. `unreached`: decode engines that do not answer it, so it takes no jobs of theirs."""
+    reach it. `unreached`: decode engines that do not answer it, so it takes no jobs of theirs. `zone`: the setting;
+    empty: none, as of one of an older release."""
     incarnation: Name
     role: Role
     address: Text
@@ -153,6 +157,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     draining: bool = False
     http: Text = ""
     unreached: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_UNREACHED)] = ()
+    zone: Annotated[str, msgspec.Meta(max_length=MAX_ZONE_CHARS)] = ""
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
@@ -188,7 +193,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     """A prefill that wants a P: goes from D through the queue. It names no block; only a grant does. The Ps in `avoid`
     have failed at it before, or can't reach D any more. `priority` is that of the request: lower comes first, where P
     schedules by priority. `prefer` is the incarnation of the P that D would choose, where nobody chooses for all
-    (NATS); empty: none. One of an older release has neither, and an older P ignores them."""
+    (NATS); empty: none. `detours`: Ps, by incarnation, whose path to D takes so much longer than that of the nearest.
+    One of an older release has none of the three, and an older P ignores them."""
     attempt: Attempt
     address: Text
     token_ids: TokenIds
@@ -197,6 +203,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     avoid: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_AVOIDED)] = ()
     priority: Priority = 0
     prefer: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
+    detours: Annotated[tuple[tuple[Name, Seconds], ...], msgspec.Meta(max_length=MAX_DETOURS)] = ()
 
     @property
     def new_tokens(self) -> int:

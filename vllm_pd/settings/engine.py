@@ -18,7 +18,7 @@ from vllm_pd.decisions.job_order import JobOrder
 from vllm_pd.decisions.policy import PolicyConfig
 from vllm_pd.decisions.prefix import PrefixReads
 from vllm_pd.errors import ConfigError
-from vllm_pd.protocol.messages import Role
+from vllm_pd.protocol.messages import MAX_ZONE_CHARS, Role
 from vllm_pd.protocol.metaserver import is_metaserver
 from vllm_pd.rpc.addresses import (
     EXAMPLE_BIND,
@@ -80,6 +80,10 @@ class PDConfig:
                      "the address of this machine that leads to the broker.")
     lifeline_port: int = _key(0, "The port at the address of `bind` by which other machines see that this engine's "
                               "process exists; 0: a free one.", least=0, most=65535)
+    zone: str | None = _key(
+        None, "What this engine's place is called, like a rack or a site. Engines of one zone count as near each "
+        "other; for a prefill engine of another zone that is new to it, a decode engine expects what it has measured "
+        "with the others there.")
     keys: str | None = _key(
         None, "The file with the cluster's key, which `vllm-pd keys` makes: the sockets then speak only to those that "
         "have it. Needed beyond the loopback.")
@@ -306,6 +310,7 @@ def _checked_number(key: dataclasses.Field, value: Any, name: str) -> Any:
 _TEXTS = {
     "broker": f"write it like {EXAMPLE_BROKER}",
     "bind": f"write it like {EXAMPLE_BIND}",
+    "zone": "write it like rack-7",
     "keys": "write the name of the file that vllm-pd keys made",
     "nats_credentials": "write the name of a file",
     "nats_ca": "write the name of a file",
@@ -313,6 +318,10 @@ _TEXTS = {
     "metaservers": "write it like http://10.0.0.5:9000/v1/metaserver, with commas between several",
 }
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,32}")
+
+
+def _is_zone(value: str) -> bool:
+    return 0 < len(value) <= MAX_ZONE_CHARS and value.isprintable() and " " not in value
 
 
 def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
@@ -323,7 +332,11 @@ def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
     if name == "bind":
         broker = _checked(next(key for key in PDConfig.settings() if key.name == "broker"), values["broker"], values)
         return url_of(*parse_bind(name, value, any_port=True, keyed="keys" in values, broker=broker))
-    if name == "keys":
+    if name == "zone":
+        if not _is_zone(value):
+            raise ConfigError(name, value, f"it must be 1 to {MAX_ZONE_CHARS} printable characters without spaces: "
+                              f"{_TEXTS[name]}")
+    elif name == "keys":
         Keys.load(value)
     elif name == "nats_credentials":
         check_credentials(name, value)

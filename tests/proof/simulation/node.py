@@ -111,8 +111,8 @@ class Node(Process):
     def state(self) -> EngineState:
         return self.protocol.state
 
-    def prefill_loads(self, avoid: Collection[str] = ()) -> PrefillLoads:
-        return self.protocol.decode.prefill_loads(avoid)
+    def prefill_loads(self, avoid: Collection[str] = (), tokens: int = 0) -> PrefillLoads:
+        return self.protocol.decode.prefill_loads(avoid, tokens)
 
     def next_attempt(self, request_id: str) -> m.Attempt:
         return self.protocol.decode.next_attempt(request_id)
