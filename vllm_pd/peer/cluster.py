@@ -143,7 +143,8 @@ class ClusterView:
 
     def zones(self, greeted: Collection[str], avoid: Collection[str] = ()) -> dict[str, str]:
         """The zones of the prefill engines that `view` counts, by incarnation."""
-        return {name: self._members[name].zone for name in self.prefills(greeted) if name not in avoid}
+        members = self._registry.members
+        return {name: members[name].zone for name in self.prefills(greeted) if name not in avoid}
 
     def not_reaching_us(self) -> list[m.Member]:
         """The registered prefill engines that fit and say that this engine does not answer them."""
