@@ -19,12 +19,12 @@ from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
+from vllm_pd.rpc.owners import NameOwners
 from vllm_pd.rpc.poller import SocketPoller, receive_batch
 
 logger = logging.getLogger("vllm.pd")
 
 WARNING_S = 60.0
-PROBE_S = 1.0
 BATCH_MESSAGES = 256  # libzmq gives them in turn from all connections
 OPEN_TAGS = frozenset(kind.__struct_config__.tag for kind in (m.Register, m.ListMembers))  # what anybody may send
 MAX_STRANGER_BYTES = 1 << 20  # of one of those from a sender that is not registered
@@ -56,7 +56,7 @@ class Broker:
         self._has_keys = keys is not None
         self._stopping = False
         self._quiet_until_s: dict[str, float] = {}
-        self._probed_s: dict[str, float] = {}  # when the connection that has a name was last looked at
+        self._owners = NameOwners(self._stands, clock)
 
     def run(self) -> None:
         """Serve until `stop`, then close the socket."""
@@ -115,7 +115,7 @@ class Broker:
     def _is_refused(self, sender: str, tag: str, route: bytes, size_bytes: int) -> bool:
         """Whether a message is not even to be decoded. An engine that was registered, here or at a former broker
         process, sees by the answer that it has to register again."""
-        if self._is_anothers(sender, route):
+        if not self._has_keys and self._owners.is_anothers(sender, self._routes.get(sender), route):
             self.counters["name_taken"] += 1
             self._warn("name_taken", "something else uses the name of engine %s, whose connection stands", sender)
             return True
@@ -128,16 +128,10 @@ class Broker:
     def _answer(self, route: bytes, message: m.Message) -> sockets.SendResult:
         return sockets.send(self._socket, route, codec.encode(self._registry.incarnation, message))
 
-    def _is_anothers(self, name: str, route: bytes) -> bool:
-        """Whether another connection that stands has used this name. libzmq knows when a message is to go there."""
-        known = self._routes.get(name, route)
-        if known == route or self._has_keys:
-            return False  # who has the keys is trusted with names
-        if self._clock() - self._probed_s.get(name, -math.inf) < PROBE_S:
-            return True
-        self._probed_s[name] = self._clock()
+    def _stands(self, name: str) -> bool:
+        """Whether the connection that has this name stands. libzmq knows when a message is to go there."""
         heard = m.Heard(self._registry.incarnation, len(self._registry))
-        return self._answer(known, heard) is not sockets.SendResult.UNREACHABLE
+        return self._answer(self._routes[name], heard) is not sockets.SendResult.UNREACHABLE
 
     def _warn(self, kind: str, message: str, *arguments: object) -> None:
         """Once in WARNING_S for each kind: anybody may cause it."""
@@ -179,4 +173,3 @@ class Broker:
         known = {member.incarnation for member in self._registry.members()}
         for name in [name for name in self._routes if name not in known]:
             del self._routes[name]
-            self._probed_s.pop(name, None)
