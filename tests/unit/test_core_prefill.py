@@ -333,17 +333,24 @@ def test_b107_a_d_that_can_not_be_added_is_tried_ever_more_rarely_until_a_write_
     pauses = []
     for _ in range(6):
         side.peer_unadded(now, "d")
-        assert side.unreached_peers() == ["d"]
+        assert side.unreached_peers(now) == ["d"]
         pauses.append(side.next_timeout() - now)
         now += pauses[-1]
         side.handle_timeout(now)
         side.receive(now, "d", m.HelloReply(D, b"memory"))
-        assert side.unreached_peers() == []
+        assert side.unreached_peers(now) == ["d"], "it is tried"
+        assert side.unreached_peers(now + limits.add_s) == []
     assert pauses == [limits.add_retry_s, 8.0, 16.0, *[limits.add_retry_max_s] * 3]
     running(side, now)
     side.sent(now, ONE, m.Timings())
+    assert side.unreached_peers(now) == []
     side.peer_unadded(now, "d")
     assert side.next_timeout() == now + limits.add_retry_s
+    e = msgspec.structs.replace(D, incarnation="e")
+    side.members_are(now, [D, e])
+    side.receive(now, "e", m.HelloReply(e, b"memory"))
+    side.peer_unadded(now, "e")
+    assert side._peering.find("e").next_hello == now + 2 * limits.add_retry_s, "two take no more time than one"
 
 
 @pytest.mark.parametrize("end", ["ended", "failed", "sent"])

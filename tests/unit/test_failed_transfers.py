@@ -596,6 +596,8 @@ def test_b27_a_p_that_could_not_add_any_d_says_so_and_why(pair, unadded):
     pair.passes(PrefillLimits().add_retry_s)
     pair.ranks[0].agent.fails = TransferState.DONE
     pair.transfer(pair.jobs.take_requests(pair.progress))
+    assert pair.p.operators.degraded() is not None, "that may fail as before"
+    pair.passes(PrefillLimits().add_s)
     assert pair.p.operators.degraded() is None and pair.p.operators.counts()["unadded"] < 2
 
 

@@ -7,7 +7,7 @@ import pytest
 from vllm_pd.broker.registry import may_prefill_for
 from vllm_pd.ops.orders import describe
 from vllm_pd.peer.control import MessageSource
-from vllm_pd.peer.failed_paths import CALM_S, MAX_PATHS, MAX_PAUSE_S, PAUSE_S, FailedPaths
+from vllm_pd.peer.failed_paths import MAX_PATHS, MAX_PAUSE_S, PAUSE_S, FailedPaths
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
@@ -29,6 +29,7 @@ from vllm_pd.settings.engine import PDConfig
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 ANSWER_S = PrefillLimits().answer_s
 LEASE_S = 9.0
+FAILS_S = 120.0
 SETTINGS = {"broker": "tcp://127.0.0.1:9", "lease_s": LEASE_S, "ttl_s": 3.0}
 
 
@@ -143,10 +144,14 @@ def test_b107_a_decode_engine_does_not_count_one_that_can_not_reach_it(d):
 
 
 def test_the_first_of_very_many_that_can_not_be_reached_are_named():
-    others = [member(f"d{number}", m.Role.DECODE, port=number + 10) for number in range(100)]
+    """Where they are more it takes no jobs at all: it could not say from whom."""
+    others = [member(f"d{number}", m.Role.DECODE, port=number + 10) for number in range(m.MAX_UNREACHED + 1)]
     engine = Engine(P, *others)
     entry = engine.registered(engine.passes(ANSWER_S + 0.2))
-    assert len(entry.unreached) == m.MAX_UNREACHED and "and 97 more" in engine.degraded()
+    assert len(entry.unreached) == m.MAX_UNREACHED and entry.draining
+    assert f"and {m.MAX_UNREACHED - 2} more" in engine.degraded()
+    engine.hears("d0", m.HelloReply(others[0], b"its memory"))
+    assert not engine.registered(engine.passes(0.2)).draining
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
@@ -169,7 +174,7 @@ def test_b107_the_connection_to_another_machine_ends_when_it_is_silent(is_listed
 # Transfers that fail.
 
 def test_b107_after_a_second_failure_there_is_a_pause_which_doubles():
-    paths = FailedPaths()
+    paths = FailedPaths(FAILS_S)
     now = 0.0
     pauses = []
     for number in range(9):
@@ -179,12 +184,27 @@ def test_b107_after_a_second_failure_there_is_a_pause_which_doubles():
             now += 0.5
         pauses.append(now - begin)
     assert pauses == [0.0, PAUSE_S, 2.0, 4.0, 8.0, 16.0, 32.0, MAX_PAUSE_S, MAX_PAUSE_S]
-    paths.failed(now + CALM_S, "p", 9, 9)
-    assert not paths.avoided(now + CALM_S), "after a calm minute it begins anew"
+    paths.failed(now + FAILS_S, "p", 9, 9)
+    assert paths.avoided(now + FAILS_S), "so long one may take that was handed over after the pause"
+    now += FAILS_S + 2 * MAX_PAUSE_S + FAILS_S
+    paths.failed(now, "p", 10, 10)
+    assert not paths.avoided(now), "it has been calm"
+
+
+def test_b107_a_prompt_that_arrives_ends_what_was_counted():
+    paths = FailedPaths(FAILS_S)
+    for number in range(6):
+        paths.failed(100.0 * number, "p", number, number)
+        paths.arrived("p", number)  # it was on its way before that failure, or with it
+        assert bool(paths.avoided(100.0 * number)) is (number > 0)
+    paths.arrived("p", 6)
+    paths.failed(700.0, "p", 7, 7)
+    assert not paths.avoided(700.0)
+    paths.arrived("q", 8)
 
 
 def test_what_was_on_its_way_together_fails_once():
-    paths = FailedPaths()
+    paths = FailedPaths(FAILS_S)
     for number in range(5):
         paths.failed(0.0, "p", number, 4)
     assert not paths.avoided(0.0)
@@ -196,7 +216,7 @@ def test_what_was_on_its_way_together_fails_once():
 
 
 def test_failures_of_many_have_a_bound_and_those_of_the_dead_are_forgotten():
-    paths = FailedPaths()
+    paths = FailedPaths(FAILS_S)
     for number in range(MAX_PATHS + 5):
         for turn in range(2):
             paths.failed(0.0, f"p{number}", 2 * number + turn, 2 * number + turn)

@@ -270,12 +270,15 @@ def test_a_new_broker_is_told_of_all_jobs_and_the_same_one_of_none_twice(protoco
     assert isinstance(put, m.Put) and credit == m.Credit(0, 0)
 
 
-def test_b111_an_engine_that_its_broker_does_not_know_registers_before_it_puts_its_jobs_again(protocol):
+def test_b111_an_engine_that_its_broker_does_not_know_registers_before_it_puts_its_jobs_again(protocol, clock):
     """B111: what an unregistered engine sends is not decoded. Its broker has forgotten it, or is a new one."""
     submitted(protocol)
     transmitted(protocol)
     from_broker(protocol, m.Peers("b", 9, [], 0, 9))
-    assert [type(one) for one in transmitted(protocol)] == [m.Register, m.Credit]
+    assert [type(one) for one in transmitted(protocol)] == [m.Register, m.Put, m.Credit]
+    from_broker(protocol, m.Peers("b", 9, [], 0, 9))
+    assert transmitted(protocol) == [], "the answer to the Register is on its way"
+    clock.now += RECONNECT_POLL_S
     from_broker(protocol, m.Peers("c", 1, [], 0, 1), broker="c")
     register, put, _ = transmitted(protocol)
     assert (register.broker, register.version) == ("c", 0) and isinstance(put, m.Put)

@@ -14,7 +14,7 @@ FAST, SLOW = 1e6, 1.0  # tokens per second of a peer
 @pytest.fixture
 def decoder(monkeypatch):
     found = Decoder(monkeypatch, max_local_prefill_tokens="auto", log_decisions=True)
-    found.agent.prefill_loads = lambda avoid: PrefillLoads(0, ((0, SLOW), ))
+    found.agent.prefill_loads = lambda *asked: PrefillLoads(0, ((0, SLOW), ))
     found.prefills.measures._speed.stepped(found.now, 1000, 0, 1.0)
     return found
 
@@ -23,7 +23,7 @@ def test_the_better_place_is_taken(decoder, caplog):
     caplog.set_level("INFO", logger="vllm.pd")
     decoder.engine.add("here", list(PROMPT))
     decoder.run()
-    decoder.agent.prefill_loads = lambda avoid: PrefillLoads(0, ((0, FAST), ))
+    decoder.agent.prefill_loads = lambda *asked: PrefillLoads(0, ((0, FAST), ))
     assert decoder.add("there", 500) is not None
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     assert [line.partition(": here")[0] for line in lines] == [

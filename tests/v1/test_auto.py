@@ -92,7 +92,7 @@ def test_with_a_fixed_number_only_those_measure_who_report_it(make, role, measur
 
 def test_the_fixed_number_of_tokens_decides_until_something_is_measured(make):
     engine = make()
-    engine.protocol.prefill_loads = lambda avoid: PrefillLoads(0, ((0, 0.0), ))
+    engine.protocol.prefill_loads = lambda *asked: PrefillLoads(0, ((0, 0.0), ))
     engine.add("a", prompt(200))
     engine.run()
     engine.check_answers()
@@ -103,7 +103,7 @@ def test_the_better_place_is_taken(measured):
     """A peer there is far slower than this engine, so that an idle engine keeps what it has."""
     measured.add("idle", prompt(150))
     measured.run()
-    measured.protocol.prefill_loads = lambda avoid: PrefillLoads(IDLE, ((0, 1e5), ))
+    measured.protocol.prefill_loads = lambda *asked: PrefillLoads(IDLE, ((0, 1e5), ))
     measured.add("slower here", prompt(150))
     measured.run()
     assert measured.status("slower here") is PARKED
@@ -162,7 +162,7 @@ def test_prompts_before_it_are_waited_for(measured):
 def test_b100_hand_overs_are_measured(measured, clock, late, last_bytes, half_s):
     """Timings come with the arrival or after it. Of prompts whose last write had a quarter of their bytes, half a
     prompt takes as long as a whole one."""
-    measured.protocol.prefill_loads = lambda avoid: PrefillLoads(0, ((0, 1.0), ))
+    measured.protocol.prefill_loads = lambda *asked: PrefillLoads(0, ((0, 1.0), ))
     speed, measured.binding.speed.stepped = measured.binding.speed, lambda *step: None
     for _ in range(300):  # so slow that all goes to the peer
         StepSpeed.stepped(speed, clock.now, 100, 0, 1000.0)

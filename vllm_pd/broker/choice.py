@@ -159,7 +159,7 @@ def choose_or_wait(takers: Sequence[JobTaker], full: Sequence[JobTaker], job: m.
     chosen = choose(takers, job, names)
     detours = dict(job.detours)
     detour_s = detours.get(chosen.incarnation, 0.0)
-    if detour_s <= waited_s:
+    if detour_s <= waited_s or waited_s + detour_s >= job.deadline_s:
         return chosen
     nearer = [taker for taker in full if detours.get(taker.incarnation, 0.0) < detour_s]
     return chosen if choose([chosen, *nearer], job, names) is chosen else None

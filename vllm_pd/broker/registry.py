@@ -88,6 +88,7 @@ class Registry:
         self._looked_at = math.inf  # not yet
         self._jobs: dict[m.Attempt, tuple[m.Job, float]] = {}  # insertion order is the queue's
         self._front: dict[m.Attempt, tuple[m.Job, float]] = {}  # offers that came back, served first
+        self._names: dict[m.Attempt, list[int]] = {}  # of jobs that wait for a nearer engine: their blocks'
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -240,12 +241,13 @@ class Registry:
             fitting = [entry for entry in open_to if self._fits(entry, job)] if until > now else ()
             if not fitting:
                 continue
-            names = block_names(job)
+            names = self._names.pop(job.attempt, None) or block_names(job)
             full = [entry.taker for entry in self._entries.values()
                     if job.detours and not entry.taker.has_room() and self._fits(entry, job)]
             waited_s = now + job.deadline_s - until
             chosen = choose_or_wait([entry.taker for entry in fitting], full, job, names, waited_s)
             if chosen is None:
+                self._names[job.attempt] = names  # it is looked at again soon
                 continue
             entry = next(entry for entry in fitting if entry.taker is chosen)
             serial = chosen.offer(now, job, names)
@@ -286,6 +288,7 @@ class Registry:
 
     def _remove(self, attempt: m.Attempt) -> None:
         item = self._front.pop(attempt, None) or self._jobs.pop(attempt, None)  # it is in one of them at most
+        self._names.pop(attempt, None)
         if item is not None:
             self._tokens -= len(item[0].token_ids)
 

@@ -91,16 +91,15 @@ class Operator:
 
 
 def say_gone(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -> list[str]:
-    """Tell all registered engines that the host of `engine` is off: the whole incarnation, as fences name it in a
-    status, or the beginning of a registered one. Returns a line with the answer of each. Raises as `find_engine`."""
-    if engine.startswith("tcp://"):
-        raise ConfigError("ENGINE", engine, "write its incarnation, as `vllm-pd status` shows it")
-    is_whole = _INCARNATION.fullmatch(engine) is not None
-    incarnation = engine if is_whole else find_engine(engine, broker, access, timeout_s).incarnation
+    """Tell all registered engines that the host of `engine` is off. That is the whole incarnation, as fences name it in
+    a status: it may not be registered any more, and its beginning may be another one's. Returns a line with the answer
+    of each. Raises ConfigError for anything else, and what `list_members` raises."""
+    if not _INCARNATION.fullmatch(engine):
+        raise ConfigError("ENGINE", engine, "write its whole incarnation, as `vllm-pd status` of its peers shows it")
     lines: list[str] = []
     for member in list_members(broker, timeout_s, access).members:
-        if member.incarnation != incarnation:
-            lines.append(f"{introduce(member)}: {_told(member, m.Gone(incarnation), access, timeout_s)}")
+        if member.incarnation != engine:
+            lines.append(f"{introduce(member)}: {_told(member, m.Gone(engine), access, timeout_s)}")
     return lines or ["no other engine is registered"]
 
 

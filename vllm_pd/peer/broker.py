@@ -4,13 +4,19 @@
 Sans-IO; each method holds the lock.
 """
 from vllm_pd.errors import PeerMismatch
-from vllm_pd.peer.core import Session, locked
+from vllm_pd.peer.core import PeerCore, Session, locked
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import ToBroker
+
+RECONNECT_POLL_S = 0.1  # while the broker is away, or does not know this engine
 
 
 class BrokerSession(Session):
     """The part of the `ControlSession` that is about the broker. `now` is by the clock of the core."""
+
+    def __init__(self, core: PeerCore):
+        super().__init__(core)
+        self._asked_at = float("-inf")  # for what is missing of the registry
 
     @locked
     def receive(self, sender: str, message: m.Message) -> None:
@@ -18,13 +24,18 @@ class BrokerSession(Session):
         now, credits = self._clock(), self._core.credits
         if isinstance(message, m.Refused):
             self._cluster.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
+            self._cluster.up = False  # it does nothing for this engine
+            self.check(now)
             return
         length = self._cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
         is_new = self._cluster.heard(now, sender, length)
         is_complete = not isinstance(message, m.Peers) or self._cluster.peers(message)
+        if not is_complete and now < self._asked_at + RECONNECT_POLL_S:
+            return  # it has been asked, and the answer is on its way
         if not is_complete:
-            self._cluster.next_heartbeat = now
+            self._asked_at = self._cluster.next_heartbeat = now
             self.heartbeat(now)  # before what is put again: a broker that does not know this engine drops that
+            is_new |= not message.members and not message.gone  # it had forgotten this engine
         if is_new:
             credits.send_again(new_broker=True)
             if not isinstance(message, m.PutReply):

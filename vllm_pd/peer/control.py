@@ -11,7 +11,7 @@ from enum import Enum
 import msgspec
 
 from vllm_pd.errors import PeerMismatch
-from vllm_pd.peer.broker import BrokerSession
+from vllm_pd.peer.broker import RECONNECT_POLL_S, BrokerSession
 from vllm_pd.peer.core import PeerCore, Session, locked
 from vllm_pd.peer.degraded import Degraded
 from vllm_pd.peer.operators import OperatorSession
@@ -20,8 +20,6 @@ from vllm_pd.protocol.actions import Action, ToBroker
 from vllm_pd.protocol.generations import Phase, is_elsewhere
 
 logger = logging.getLogger("vllm.pd")
-
-RECONNECT_POLL_S = 0.1  # while the broker is away
 
 
 class MessageSource(Enum):
@@ -120,7 +118,7 @@ class ControlSession(Session):
         self._do(self._decode.handle_timeout(now))
         self._do(self._prefill.handle_timeout(now))
         self._check_generations(now)
-        if self.state.set_unreached(self._prefill.unreached_peers()):
+        if self.state.set_unreached(self._prefill.unreached_peers(now)):
             self._core.state_changed()
         degraded = self._operators.degraded()
         if degraded != self.last_degraded:

@@ -77,7 +77,7 @@ class PeerCore:
         self.own_jobs = OwnJobs() if config.decides_by_time else None
         self.posted = PostedJobs()
         self.paths = PathCosts(member.zone)
-        self.failed_paths = FailedPaths()
+        self.failed_paths = FailedPaths(config.attempt_deadline_s)
         self.last_number = -1  # of this engine's attempts
         self.ttl_s = config.ttl_s
         self.broker = config.broker
@@ -104,6 +104,8 @@ class PeerCore:
                 if isinstance(action, Prefilled | Timed) and action.peer and action.timings.measured:
                     self.paths.handed_over(self.clock(), action.peer, self._zone(action.peer), action.tokens,
                                            action.timings)
+                if isinstance(action, Prefilled):
+                    self.failed_paths.arrived(action.peer, action.attempt.number)
                 if isinstance(action, Fallback) and self._failed_on_the_way(action):
                     self.failed_paths.failed(self.clock(), action.peer, action.attempt.number, self.last_number)
                 if self._is_for_ranks(action):

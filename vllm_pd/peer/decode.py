@@ -98,7 +98,7 @@ class DecodeSession(Session):
             self._parted.add(peer)
             self._do(reads.unproven(self._clock(), attempt, error))
         else:
-            if error and peer:
+            if error and reads.is_wanted(attempt):
                 self._core.failed_paths.failed(self._clock(), peer, attempt.number, self._core.last_number)
             self._do(reads.ended(attempt, error))
             self._do(self._prefill.read_ended(self._clock(), peer))

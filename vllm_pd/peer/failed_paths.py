@@ -4,13 +4,12 @@ nothing on the way. Pure.
 
 The network that carries KV may be cut where the one for messages is not, and nothing but a transfer shows that. So
 each prompt that fails so costs time. After one failure the next prompt is handed over as before; after a further one
-there is a pause, and it doubles with each, until a minute was calm.
+there is a pause, and it doubles with each, until a prompt arrives, or nothing has failed for a while.
 """
 import collections
 
 PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
-CALM_S = 60.0
 MAX_PATHS = 1024
 
 
@@ -22,16 +21,18 @@ class _FailedPath:
 
 
 class FailedPaths:
-    """The prefill engines that failed this one lately. Of more than MAX_PATHS the oldest are forgotten."""
+    """The prefill engines that failed this one lately. Of more than MAX_PATHS the oldest are forgotten. An attempt
+    takes `fails_after_s` to fail at most: what is forgotten sooner could never be followed by another failure."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails_after_s: float) -> None:
+        self._calm_s = MAX_PAUSE_S + fails_after_s
         self._paths: collections.OrderedDict[str, _FailedPath] = collections.OrderedDict()
 
     def failed(self, now: float, incarnation: str, number: int, newest: int) -> None:
         """The attempt of that number, which this engine had, came to nothing; `newest` is the newest that there is.
         What was on its way when another one failed counts with that one."""
         path = self._paths.get(incarnation)
-        if path is None or now >= path.until + CALM_S:
+        if path is None or now >= path.until + self._calm_s:
             path = self._paths[incarnation] = _FailedPath()
         if number <= path.newest:
             return
@@ -41,6 +42,12 @@ class FailedPaths:
         self._paths.move_to_end(incarnation)
         if len(self._paths) > MAX_PATHS:
             self._paths.popitem(last=False)
+
+    def arrived(self, incarnation: str, number: int) -> None:
+        """The attempt of that number has got its KV from this engine."""
+        path = self._paths.get(incarnation)
+        if path is not None and number > path.newest:
+            del self._paths[incarnation]
 
     def forget(self, incarnation: str) -> None:
         """That engine is gone."""

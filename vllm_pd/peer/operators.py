@@ -85,7 +85,7 @@ class OperatorSession(Session):
         if not self._cluster.up:
             return Degraded(Cause.BROKER, f"the broker {self._core.broker} does not answer")
         decodes, unadded = self.state.role.decodes, self._prefill.unadded_peers()
-        unreached = self._prefill.unreached_peers()
+        unreached = self._prefill.unreached_peers(self._clock())
         if (self._cluster.prefills(self._core.greeted()) if decodes
                 else self._prefill.peers().keys() - self._parted - unadded.keys() - set(unreached)):
             return None
@@ -152,7 +152,7 @@ class OperatorSession(Session):
             "parted": len(self._parted),
             "generation": self._core.generations.current,
             "unadded": len(self._prefill.unadded_peers()),
-            "unreached": len(self._prefill.unreached_peers()),
+            "unreached": len(self._prefill.unreached_peers(self._clock())),
         }
 
     @locked

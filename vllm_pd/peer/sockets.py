@@ -244,8 +244,10 @@ class ControlSockets:
         return True
 
     def _stands(self, peer: str) -> bool:
-        """Whether the connection of that prefill engine stands. libzmq knows when a message is to go there."""
-        return self._hello_reply is None or self.to_prefill(peer, self._hello_reply) is not SendResult.UNREACHABLE
+        """Whether the connection of that prefill engine stands. libzmq knows when a message is to go there. False where
+        nobody has been answered: what has used the name has not said Hello."""
+        reply = self._hello_reply
+        return reply is not None and self.to_prefill(peer, reply) is not SendResult.UNREACHABLE
 
     def to_prefill(self, peer: str, message: m.Message) -> SendResult:
         """Send to a prefill engine that has sent us a message before."""

@@ -25,6 +25,7 @@ class EngineState:
         self.listed_as_draining = False
         self.http = member.http
         self.unreached: tuple[str, ...] = ()
+        self.is_cut_off = False  # from more decode engines than can be told
         self._load: m.Load | None = None
 
     @property
@@ -40,10 +41,11 @@ class EngineState:
     def entry(self) -> m.Member:
         """The entry for the registry. A prefill engine that is paused is listed as draining until it goes on: the
         prompts of others do not wait for it. Any other engine has clients, which may wait. One that hangs serves
-        nobody: listed as draining is any that would take jobs."""
+        nobody, and one that reaches none of very many decode engines can't say whom: listed as draining is any that
+        would take jobs."""
         paused = self.paused and self.role is m.Role.PREFILL
-        hangs = self.hangs and self.role.prefills
-        return msgspec.structs.replace(self.member(), draining=self.draining or paused or hangs)
+        is_of_no_use = (self.hangs or self.is_cut_off) and self.role.prefills
+        return msgspec.structs.replace(self.member(), draining=self.draining or paused or is_of_no_use)
 
     def member(self) -> m.Member:
         """This engine at this moment."""
@@ -69,7 +71,8 @@ class EngineState:
         """These decode engines do not answer; the first of them are told. Returns whether that is a change."""
         unreached = tuple(sorted(names)[:m.MAX_UNREACHED])
         changed, self.unreached = unreached != self.unreached, unreached
-        return changed
+        was_cut_off, self.is_cut_off = self.is_cut_off, len(names) > m.MAX_UNREACHED
+        return changed or was_cut_off is not self.is_cut_off
 
     def set_role(self, role: m.Role) -> str:
         """Act as `role` from now on. Returns why not, empty where it is done."""

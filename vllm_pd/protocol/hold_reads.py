@@ -268,6 +268,11 @@ class HoldReads:
         read = self._reads.get(attempt)
         return "" if read is None else read.peer
 
+    def is_wanted(self, attempt: m.Attempt) -> bool:
+        """Whether what is read for this attempt is to be used: nobody has given it up."""
+        read = self._reads.get(attempt)
+        return read is not None and read.state is ReadState.READING
+
     # Time.
 
     def handle_timeout(self, now: float) -> list[Action]:

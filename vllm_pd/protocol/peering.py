@@ -35,11 +35,13 @@ class PeerState(Enum):
 
 class PeeringLimits(msgspec.Struct, frozen=True):
     """Bounds of peers. One that has not answered a Hello for `answer_s` is unreached. One that our transport could not
-    add is added again after `add_retry_s`, and then after twice as long each time."""
+    add is added again after `add_retry_s`, and then after twice as long each time; where there are several, after as
+    many times as long, because each try may hold up all transfers for seconds. A try has ended after `add_s`."""
     hello_retry_s: float = 0.5
     answer_s: float = 3.0
     add_retry_s: float = 4.0
     add_retry_max_s: float = 30.0
+    add_s: float = 6.0
     ttl_s: float = 5.0
     max_peers: int = 1024
 
@@ -58,6 +60,7 @@ class Peer:
         self.last_heard = 0.0
         self.missing_since: float | None = None
         self.add_pause_s = 0.0  # the last one before it was, or is, added again
+        self.tried_until = 0.0  # it is being added again, and that may fail as before
         self.problem = ""  # why our transport could not add it, at the last try
         self.wanted = False  # the registry or a job named it while it was leaving
         self.is_unreached = False  # it has not answered in time, and no message of it has come since
@@ -109,10 +112,11 @@ class Peering:
         """Those that our transport could not add, and why."""
         return {name: peer.problem for name, peer in self._peers.items() if peer.state is PeerState.UNADDED}
 
-    def unreached(self) -> list[str]:
+    def unreached(self, now: float) -> list[str]:
         """Those that do not answer, or that our transport could not add, and that are not known to be gone."""
         return [name for name, peer in self._peers.items() if peer.state is PeerState.UNADDED
-                or (peer.is_unreached and peer.state in (PeerState.GREETED, PeerState.PEER))]
+                or ((peer.is_unreached or now < peer.tried_until)
+                    and peer.state in (PeerState.GREETED, PeerState.PEER))]
 
     # Coming.
 
@@ -190,13 +194,13 @@ class Peering:
         """Our transport could not add this peer."""
         peer.state, peer.problem = PeerState.UNADDED, reason
         peer.add_pause_s = min(self.limits.add_retry_max_s, 2 * peer.add_pause_s or self.limits.add_retry_s)
-        peer.next_hello = now + peer.add_pause_s
+        peer.next_hello = now + peer.add_pause_s * len(self.unadded_members())
 
     def written(self, incarnation: str) -> None:
         """A write there went well."""
         peer = self._peers.get(incarnation)
         if peer is not None:
-            peer.add_pause_s = 0.0
+            peer.add_pause_s = peer.tried_until = 0.0
 
     def not_answered(self, now: float, incarnation: str) -> None:
         """This peer has not answered in time. Until `heard` it gets Hellos, and no job of it may wait here."""
@@ -272,7 +276,7 @@ class Peering:
         if is_in_use:
             peer.next_hello = now + self.limits.hello_retry_s
             return []
-        peer.state = PeerState.GREETED
+        peer.state, peer.tried_until = PeerState.GREETED, now + self.limits.add_s
         return [*self._drop_added(peer), self.introduce(now, peer)]
 
     def next_timeout(self) -> float:

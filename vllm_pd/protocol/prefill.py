@@ -329,9 +329,9 @@ class PrefillProtocol:
         """Decode engines that have answered."""
         return self._peering.members()
 
-    def unreached_peers(self) -> list[str]:
+    def unreached_peers(self, now: float) -> list[str]:
         """Decode engines that do not answer, or can't be written to: this engine can't do anything for them."""
-        return self._peering.unreached()
+        return self._peering.unreached(now)
 
     def unadded_peers(self) -> dict[str, str]:
         """Decode engines that the transport could not add, and why."""
@@ -561,7 +561,6 @@ class PrefillProtocol:
             if now >= job.peering_until:
                 self._forget(job.attempt)
                 self.counters["peering_timeout"] += 1
-                self._peering.not_answered(now, job.attempt.incarnation)
                 return []
             return self._claim(now, job)
         if job.state is JobState.CLAIMING:

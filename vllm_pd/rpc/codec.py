@@ -93,8 +93,8 @@ def decode(frames: Sequence[bytes]) -> tuple[str, m.Message]:
 
 
 def peek(frames: Sequence[bytes]) -> tuple[str, str]:
-    """(sender, tag of the message) of such a frame, in a short time whatever its size. Raises BadFrame only where
-    `decode` does too, but not everywhere."""
+    """(sender, tag of the message) of such a frame, in a short time whatever its size. Of what `encode` makes it raises
+    BadFrame only where `decode` does too, but not everywhere."""
     content = _framing.content(frames)
     try:
         _require_array(content, 0)

@@ -23,7 +23,7 @@ MOMENTS = frozenset({
     "peers_lost_at", "writing_at",
     # PrefillProtocol, its jobs, the peers of its Peering
     "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "asked_at",
-    "last_heard", "missing_since",
+    "last_heard", "missing_since", "tried_until",
     # Holds
     "due",
     # HoldReads, Generations

@@ -86,6 +86,11 @@ class Engine:
         node.wake = self.wake
         node.set_credits(JOBS, 0)
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether it has a step to make, as the one after the last token of a request, by which the ranks learn it."""
+        return self._stepping
+
     def wake(self) -> None:
         if not self._stepping:
             self._stepping = True

@@ -178,6 +178,6 @@ class Fleet:
         for name, engine in self.engines.items():
             states = {**engine.node.decode.states(), **engine.node.prefill.states()}
             waiting = [r for r, owner in self.asked.items() if owner == name and not engine.results[r]]
-            if states or waiting or engine.node.has_news:
+            if states or waiting or engine.node.has_news or engine.is_stepping:
                 left[name] = (states, waiting)
         return left

@@ -63,6 +63,7 @@ class NixlGenerations:
         self._name, self.newest = name, self._make(name)
         self._older: list[NixlTransport] = []
         self._added: dict[str, _Added] = {}
+        self._unmet: dict[str, str] = {}  # peers that the newest generation could not meet, and why; until added anew
         self._progress = TransportProgress([], [])
         self._is_closed = False
 
@@ -77,12 +78,14 @@ class NixlGenerations:
 
     def add_peer(self, name: str, metadata: bytes, heads: range | None = None) -> None:
         """See Transport."""
+        self._unmet.pop(name, None)
         self.newest.add_peer(name, metadata, heads)
         self._added.setdefault(name, _Added(metadata, heads))
 
     def drop_peer(self, name: str) -> None:
         """See Transport."""
         self._added.pop(name, None)
+        self._unmet.pop(name, None)
         for transport in self._all():
             transport.drop_peer(name)
 
@@ -132,6 +135,7 @@ class NixlGenerations:
         made = self._make(name)
         self._older.append(self.newest)
         self._name, self.newest = name, made
+        self._unmet.clear()
         return made.metadata()
 
     def retire(self, key: str) -> None:
@@ -165,10 +169,13 @@ class NixlGenerations:
         meet that peer."""
         if any(transport.is_open(key) for transport in self._older):
             raise TransferError(f"transfer {key} is already open")
+        if peer in self._unmet:
+            raise PeerNotAdded(self._unmet[peer])
         if peer in self._added:
             try:
                 self.newest.add_peer(peer, *self._added[peer])
             except TransferError as error:
+                self._unmet[peer] = str(error)
                 raise PeerNotAdded(str(error)) from error
 
     def _take(self, transport: NixlTransport) -> None:
