@@ -202,20 +202,27 @@ def test_b105_a_peer_that_is_dead_by_then_is_met_by_nobody(rank, environ):
     assert ends["alive"].ok and not ends["dead"].ok
 
 
-def test_b105_a_peer_that_can_t_be_added_there_has_its_transfer_fail_and_is_tried_again(rank, monkeypatch):
+def test_b105_b107_a_peer_that_can_t_be_added_there_has_its_transfers_fail_until_it_is_added_anew(rank, monkeypatch):
+    """B105, B107: each try may hold up all other transfers for seconds, so there is one, and the engine hears of it."""
     d, p = rank("d-refused"), rank("p-refused")
     d.worker.execute([AddTransferPeer(p.name, p.transport.metadata())])
     real = type(d.transport.newest).add_peer
 
+    tries = []
+
     def broken(*arguments) -> None:
+        tries.append(arguments)
         raise TransferError("out of order")
 
     monkeypatch.setattr(type(d.transport.newest), "add_peer", broken)
     renew(d, "d-refused~1")
-    send(d, p, "lost", [1], [1])
-    end = finish(d, ["lost"])["lost"]
-    assert "out of order" in end.error and not end.may_land
+    for key in ("lost", "lost too"):
+        send(d, p, key, [1], [1])
+        end = finish(d, [key])[key]
+        assert "out of order" in end.error and not end.may_land
+    assert len(tries) == 1
     monkeypatch.setattr(type(d.transport.newest), "add_peer", real)
+    d.worker.execute([DropTransferPeer(p.name), AddTransferPeer(p.name, p.transport.metadata())])
     send(d, p, "k", [1], [1])
     assert finish(d, ["k"])["k"].ok
 
