@@ -203,6 +203,13 @@ def test_b107_a_prompt_that_arrives_ends_what_was_counted():
     paths.arrived("q", 8)
 
 
+def test_b107_a_path_that_fails_for_ever_has_a_longest_pause():
+    paths = FailedPaths(FAILS_S)
+    for number in range(3000):
+        paths.failed(100.0 * number, "p", number, number)
+    assert paths.avoided(100.0 * 2999 + MAX_PAUSE_S - 1) and not paths.avoided(100.0 * 2999 + MAX_PAUSE_S)
+
+
 def test_what_was_on_its_way_together_fails_once():
     paths = FailedPaths(FAILS_S)
     for number in range(5):

@@ -285,6 +285,20 @@ def test_b111_an_engine_that_its_broker_does_not_know_registers_before_it_puts_i
     assert protocol._core.cluster.listed() is not None, "what it knew stays until the whole registry comes"
 
 
+def test_b111_an_engine_that_its_broker_refuses_asks_with_its_heartbeats_and_waits_for_nothing(protocol, clock):
+    """B111: as where the registry is full. What it sends besides Register is answered by an empty update."""
+    from_broker(protocol, m.Refused("members", "1024", "one more"))
+    for _ in range(5):
+        from_broker(protocol, m.Peers("b", 9, [], 0, 9))
+        assert not protocol.decode.view().broker_up and transmitted(protocol) == []
+        clock.now += RECONNECT_POLL_S
+    clock.now = CONFIG.heartbeat_s
+    protocol.control.handle_timeout()
+    assert [type(one) for one in transmitted(protocol)] == [m.Register]
+    from_broker(protocol, m.Peers("b", 10, [US], 0))
+    assert protocol.decode.view().broker_up
+
+
 def prefill_engine(**difference) -> m.Member:
     return m.Member("p", m.Role.PREFILL, "tcp://127.0.0.1:2", msgspec.structs.replace(FINGERPRINT, **difference))
 

@@ -88,7 +88,7 @@ class Registry:
         self._looked_at = math.inf  # not yet
         self._jobs: dict[m.Attempt, tuple[m.Job, float]] = {}  # insertion order is the queue's
         self._front: dict[m.Attempt, tuple[m.Job, float]] = {}  # offers that came back, served first
-        self._names: dict[m.Attempt, list[int]] = {}  # of jobs that wait for a nearer engine: their blocks'
+        self._names: dict[m.Attempt, list[int]] = {}  # of the blocks of jobs that wait for a nearer engine
         self._tokens = 0
 
     def __len__(self) -> int:

@@ -99,11 +99,12 @@ def say_gone(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -
     lines: list[str] = []
     for member in list_members(broker, timeout_s, access).members:
         if member.incarnation != engine:
-            lines.append(f"{introduce(member)}: {_told(member, m.Gone(engine), access, timeout_s)}")
+            lines.append(f"{introduce(member)}: {_answer(member, m.Gone(engine), access, timeout_s)}")
     return lines or ["no other engine is registered"]
 
 
-def _told(member: m.Member, order: m.Message, access: Access, timeout_s: float) -> str:
+def _answer(member: m.Member, order: m.Message, access: Access, timeout_s: float) -> str:
+    """Give an engine this order. Returns what comes of it, or why nothing does."""
     try:
         with Operator(EngineAddress(member.address, member.incarnation), access) as operator:
             operator.tell(order, timeout_s)

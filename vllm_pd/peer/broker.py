@@ -17,6 +17,7 @@ class BrokerSession(Session):
     def __init__(self, core: PeerCore):
         super().__init__(core)
         self._asked_at = float("-inf")  # for what is missing of the registry
+        self._is_refused = False  # by the broker, since it was last of use
 
     @locked
     def receive(self, sender: str, message: m.Message) -> None:
@@ -24,15 +25,17 @@ class BrokerSession(Session):
         now, credits = self._clock(), self._core.credits
         if isinstance(message, m.Refused):
             self._cluster.refused(now, str(PeerMismatch(message.key, message.theirs, message.ours)))
-            self._cluster.up = False  # it does nothing for this engine
+            self._is_refused, self._cluster.up = True, False  # it does nothing for this engine
             self.check(now)
             return
         length = self._cluster.queue_length if isinstance(message, m.Offer) else message.queue_length
         is_new = self._cluster.heard(now, sender, length)
         is_complete = not isinstance(message, m.Peers) or self._cluster.peers(message)
-        if not is_complete and now < self._asked_at + RECONNECT_POLL_S:
-            return  # it has been asked, and the answer is on its way
+        self._is_refused &= not is_complete
         if not is_complete:
+            self._cluster.up = not self._is_refused
+            if self._is_refused or not is_new and now < self._asked_at + RECONNECT_POLL_S:
+                return  # the next heartbeat asks; or it was asked just now
             self._asked_at = self._cluster.next_heartbeat = now
             self.heartbeat(now)  # before what is put again: a broker that does not know this engine drops that
             is_new |= not message.members and not message.gone  # it had forgotten this engine

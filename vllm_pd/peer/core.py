@@ -101,13 +101,7 @@ class PeerCore:
             if isinstance(action, Prefill) and self.refusal:
                 self.do(self.prefill_half.failed(self.clock(), action.attempt, self.refusal))
             elif isinstance(action, EVENTS):
-                if isinstance(action, Prefilled | Timed) and action.peer and action.timings.measured:
-                    self.paths.handed_over(self.clock(), action.peer, self._zone(action.peer), action.tokens,
-                                           action.timings)
-                if isinstance(action, Prefilled):
-                    self.failed_paths.arrived(action.peer, action.attempt.number)
-                if isinstance(action, Fallback) and self._failed_on_the_way(action):
-                    self.failed_paths.failed(self.clock(), action.peer, action.attempt.number, self.last_number)
+                self._note_path(action)
                 if self._is_for_ranks(action):
                     self.events.append(action)
                     self.announced = False
@@ -115,6 +109,15 @@ class PeerCore:
                 self.outbox.append(self._with_detours(action))
         if actions:
             self.wake()
+
+    def _note_path(self, event: Event) -> None:
+        """What the end of an attempt says of the path to the prefill engine that had it."""
+        if isinstance(event, Fallback) and self._failed_on_the_way(event):
+            self.failed_paths.failed(self.clock(), event.peer, event.attempt.number, self.last_number)
+        elif isinstance(event, Prefilled | Timed) and event.peer:
+            self.failed_paths.arrived(event.peer, event.attempt.number)
+            if event.timings.measured:
+                self.paths.handed_over(self.clock(), event.peer, self._zone(event.peer), event.tokens, event.timings)
 
     def _with_detours(self, action: Action) -> Action:
         """The same; a job for the broker with what is known of the paths to the prefill engines."""

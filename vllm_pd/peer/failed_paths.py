@@ -15,14 +15,14 @@ MAX_PATHS = 1024
 
 class _FailedPath:
     def __init__(self) -> None:
-        self.failures = 0  # in a row
-        self.newest = -1  # the number of the newest attempt there was at the last of them
-        self.until = 0.0  # it is left alone
+        self.pause_s = 0.0  # after the last failure
+        self.newest = -1  # the number of the newest attempt there was then
+        self.until = 0.0  # the end of that pause
 
 
 class FailedPaths:
     """The prefill engines that failed this one lately. Of more than MAX_PATHS the oldest are forgotten. An attempt
-    takes `fails_after_s` to fail at most: what is forgotten sooner could never be followed by another failure."""
+    fails within `fails_after_s`. A path is forgotten if it has not failed for that long and the longest pause more."""
 
     def __init__(self, fails_after_s: float) -> None:
         self._calm_s = MAX_PAUSE_S + fails_after_s
@@ -34,11 +34,11 @@ class FailedPaths:
         path = self._paths.get(incarnation)
         if path is None or now >= path.until + self._calm_s:
             path = self._paths[incarnation] = _FailedPath()
-        if number <= path.newest:
+        elif number > path.newest:
+            path.pause_s = min(MAX_PAUSE_S, 2 * path.pause_s or PAUSE_S)
+        else:
             return
-        path.failures += 1
-        path.newest = newest
-        path.until = now + (min(MAX_PAUSE_S, PAUSE_S * 2 ** (path.failures - 2)) if path.failures > 1 else 0.0)
+        path.newest, path.until = newest, now + path.pause_s
         self._paths.move_to_end(incarnation)
         if len(self._paths) > MAX_PATHS:
             self._paths.popitem(last=False)

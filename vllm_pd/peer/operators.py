@@ -87,7 +87,7 @@ class OperatorSession(Session):
         decodes, unadded = self.state.role.decodes, self._prefill.unadded_peers()
         unreached = self._prefill.unreached_peers(self._clock())
         if (self._cluster.prefills(self._core.greeted()) if decodes
-                else self._prefill.peers().keys() - self._parted - unadded.keys() - set(unreached)):
+                else self._prefill.peers().keys() - self._parted - set(unreached)):
             return None
         for name, reason in unadded.items():
             if not decodes and name not in self._parted:

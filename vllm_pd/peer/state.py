@@ -25,7 +25,7 @@ class EngineState:
         self.listed_as_draining = False
         self.http = member.http
         self.unreached: tuple[str, ...] = ()
-        self.is_cut_off = False  # from more decode engines than can be told
+        self.is_cut_off = False  # from more decode engines than its entry can name
         self._load: m.Load | None = None
 
     @property
@@ -68,7 +68,7 @@ class EngineState:
         return changed
 
     def set_unreached(self, names: list[str]) -> bool:
-        """These decode engines do not answer; the first of them are told. Returns whether that is a change."""
+        """These decode engines can't be reached; the entry names the first. Returns whether that is a change."""
         unreached = tuple(sorted(names)[:m.MAX_UNREACHED])
         changed, self.unreached = unreached != self.unreached, unreached
         was_cut_off, self.is_cut_off = self.is_cut_off, len(names) > m.MAX_UNREACHED

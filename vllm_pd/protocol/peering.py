@@ -5,7 +5,7 @@ Life of one: the registry or a job names it, and it is greeted (GREETED) until i
 until one of the two refuses the other (REFUSED). One that is lost is LEAVING while a job of it may still write there,
 and is dropped afterwards; if the registry or a job named it in the meantime, it is greeted again. A peer that our
 transport could not add is UNADDED for a while, and is then dropped and greeted again. One that does not answer any more
-keeps its state, and is greeted until a message of it comes. Meanwhile it is `unreached`: everybody is told that no job
+keeps its state, and is greeted until a message of it comes. Meanwhile it is `unreached`: the registry says that no job
 of it is to come here.
 
 A D that has a new generation of transfer agents (`generations`) says so by itself, and is added under its new name. The

@@ -54,7 +54,7 @@ def resolve(key: str, value: str, host: str) -> list[str]:
 
 
 def needs_ipv6(host: str | None) -> bool:
-    """Whether this is an address of IPv6, or a name that has only such ones now. libzmq has to be told."""
+    """Whether this is an address of IPv6, or a name that has only such ones now. libzmq needs an option for them."""
     try:
         return host is not None and all(":" in address for address in resolve("", "", host))
     except ConfigError:

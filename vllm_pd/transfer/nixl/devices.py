@@ -6,7 +6,7 @@ all devices of the machine. Here they are the interface that has the address of 
 loopback, the machine's RDMA ports. Processes of one machine also meet in shared memory, and on one GPU by CUDA IPC; UCX
 counts neither as a network device.
 
-UCX takes names of interfaces, not addresses, and listens at the first address of each, of IPv4 unless it is told
+UCX takes names of interfaces, not addresses, and listens at the first address of each, of IPv4 unless `FAMILY` says
 otherwise; it skips the link-local ones of IPv6. So an address that is not the first of its kind is refused: UCX would
 listen somewhere else. UCX uses a bridge only with UCX_TCP_BRIDGE_ENABLE.
 
