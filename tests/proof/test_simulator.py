@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole fleets under a virtual clock and seeded faults (`simulation`): letters lost, doubled, late, overtaken; engines
-killed, restarted, stopped, continued; brokers restarted; clients that leave; writes that fail.
+killed, restarted, stopped, continued; brokers restarted; clients that leave; writes that fail. Between machines
+also: cuts, engines that can't be reached and live, writes that fail and land later, agents that can't be made.
 
 After each step what is read is looked at, and where a write lands; after the storm all must end (B20). A seed is a
 history: to see one again, `Fleet(seed, storm(seed)).run()`. VLLM_PD_SEEDS=N makes that many more runs.
 """
 import collections
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 from explorer import broken
+from simulation.agents import TransferAgents
 from simulation.engine import LightEngine
 from simulation.fleet import Fleet, Outcome, Plan
 from simulation.kernel import Faults
-from simulation.storms import AUTO, BOTH, SPLIT, counted_decisions, storm
+from simulation.storms import AUTO, BOTH, SPLIT, counted_decisions, storm, storm_between_machines
 
 from vllm_pd.decisions.policy import Reason
 
 SEEDS = int(os.environ.get("VLLM_PD_SEEDS", "1000"))
 SCHEDULED_SEEDS = SEEDS // 12
+MACHINES_SEEDS = SEEDS // 8
 
 
 def life_cycle_steps(steps: collections.Counter) -> int:
@@ -86,12 +90,71 @@ def test_b34_a_broken_protocol_is_found_and_its_seed_replays(variant: str, capsy
     assert not Fleet(seed, storm(seed)).run().broken
 
 
-def _first_broken(variant: dict) -> tuple[int, Outcome]:
+def _first_broken(variant: dict, plan: Callable[..., Plan] = storm) -> tuple[int, Outcome]:
     for seed in range(400):
-        outcome = Fleet(seed, storm(seed, **variant)).run()
+        outcome = Fleet(seed, plan(seed, **variant)).run()
         if outcome.broken:
             return seed, outcome
     raise AssertionError("no seed up to 400 shows it")
+
+
+class DestroysNothing(TransferAgents):
+    """The old agents count as destroyed, and peers reach this engine through them."""
+
+    def destroy(self):
+        pass
+
+
+class KeepsOldAgents(LightEngine):
+    """An engine with such agents."""
+    agents_type = DestroysNothing
+
+
+VARIANTS_BETWEEN_MACHINES = {
+    "a P that can't be reached is taken for dead": {"decode_type": broken.TakesSeemingForDeath},
+    "the new agents taken for the end of the old ones": {"generations_type": broken.FencesWithTheRenewal},
+    "agents that are not destroyed": {"engine_type": KeepsOldAgents},
+}
+
+
+class TestBetweenMachines:
+    """Engines on two or three machines."""
+
+    @pytest.fixture(autouse=True)
+    def quiet(self, caplog):
+        caplog.set_level("CRITICAL", logger="vllm.pd")
+
+    @pytest.mark.search
+    def test_b34_b105_b106_storms(self, capsys: pytest.CaptureFixture):
+        """B20-B23, B25-B29, B34, B105, B106: as on one machine, where nobody's death is a fact."""
+        steps: collections.Counter = collections.Counter()
+        attempts: collections.Counter = collections.Counter()
+        renewals = 0
+        for seed in range(MACHINES_SEEDS):
+            outcome = Fleet(seed, storm_between_machines(seed)).run()
+            assert not outcome.broken, f"seed {seed}: {outcome.broken}"
+            steps.update(outcome.steps)
+            attempts.update(outcome.attempts)
+            renewals += outcome.renewals
+        with capsys.disabled():
+            print(f"\n  {MACHINES_SEEDS} runs, {life_cycle_steps(steps):,} life-cycle steps {dict(steps)}, {renewals} "
+                  f"renewals, attempts {dict(attempts)}", end="")
+        assert min(steps[kind] for kind in ("kill", "cut", "seems dead", "stop")) > MACHINES_SEEDS
+        assert min(renewals, attempts["fenced_by_retiring"], steps["drift"]) > MACHINES_SEEDS // 8
+
+    @pytest.mark.parametrize("variant", VARIANTS_BETWEEN_MACHINES)
+    def test_b34_a_broken_protocol_is_found(self, variant: str, capsys: pytest.CaptureFixture):
+        """B34: each variant does harm under some seed; the real protocol none."""
+        seed, outcome = _first_broken(VARIANTS_BETWEEN_MACHINES[variant], storm_between_machines)
+        with capsys.disabled():
+            print(f"\n  {variant}: seed {seed}: {outcome.broken}", end="")
+        assert not Fleet(seed, storm_between_machines(seed)).run().broken
+
+    def test_b106_the_word_that_a_generation_has_ended_is_lost(self):
+        """B106: P asks until it knows, and nothing is left of a job whose write had failed (seeds that showed it)."""
+        for seed in (163, 191):
+            outcome = Fleet(seed, storm_between_machines(seed)).run()
+            assert not outcome.broken and outcome.seconds < 200, (seed, outcome)
 
 
 class TestScheduled:

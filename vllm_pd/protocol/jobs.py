@@ -55,4 +55,5 @@ class OfferedJob:
         self.generation = 0  # of D, in which it is claimed
         self.own_generation = 0  # in which its writes begin
         self.is_elsewhere = False  # D
-        self.stopping_at = self.unproven_until = 0.0
+        self.stopping_at = 0.0
+        self.next_ask = self.unproven_until = 0.0  # while it is UNPROVEN

@@ -35,6 +35,7 @@ _LONG_AGO, _NEVER = float("-inf"), float("inf")
 # For how long an UNPROVEN job of a D is remembered that nobody knows any more, on another machine. Without it D's next
 # request to stop would be answered as that of any unknown job; no kernel keeps the bytes of a connection for so long.
 UNPROVEN_KEPT_S = 3600.0
+ASK_S = 5.0  # between two questions to a D on another machine whether it has ended the generation of such a job
 
 
 class PrefillProtocol:
@@ -124,7 +125,7 @@ class PrefillProtocol:
         if self._is_fenced(job):
             return self.failed(now, attempt, reason)
         job.state = JobState.UNPROVEN
-        job.unproven_until = now + UNPROVEN_KEPT_S
+        job.next_ask, job.unproven_until = now + ASK_S, now + UNPROVEN_KEPT_S
         if job.generation >= self._peering.generation_of(attempt.incarnation):  # else D has a newer one already
             self.parted.add(attempt.incarnation)
         self.counters["unproven"] += 1
@@ -548,15 +549,12 @@ class PrefillProtocol:
         if job.state is JobState.RUNNING:
             return min(job.lease_until, job.next_renew) if self.renews else job.lease_until
         if job.state is JobState.UNPROVEN and job.is_elsewhere:
-            return job.unproven_until
+            return min(job.next_ask, job.unproven_until)
         return _NEVER
 
     def _on_due(self, now: float, job: OfferedJob) -> list[Action]:
         if job.state is JobState.UNPROVEN:
-            if self._peering.find(job.attempt.incarnation) is None:
-                del self._jobs[job.attempt]
-            job.unproven_until = now + UNPROVEN_KEPT_S
-            return []
+            return self._ask_or_forget(now, job)
         if job.state is JobState.PEERING:
             if now >= job.peering_until:
                 self._forget(job.attempt)
@@ -577,6 +575,18 @@ class PrefillProtocol:
         job.renewals.append(OpenRenewal(job.stamp, now))
         job.next_renew = now + job.lease_s / 3
         return self._to_decode(job, m.Renew(job.attempt, job.claim, job.stamp))
+
+    def _ask_or_forget(self, now: float, job: OfferedJob) -> list[Action]:
+        """Greet the D of an UNPROVEN job: its word that the generation has ended may be lost. Forget the job where
+        nobody has known its D for long."""
+        peer = self._peering.find(job.attempt.incarnation)
+        if peer is None:
+            job.next_ask = _NEVER
+            if now >= job.unproven_until:
+                del self._jobs[job.attempt]
+            return []
+        job.next_ask, job.unproven_until = now + ASK_S, now + UNPROVEN_KEPT_S
+        return [self._peering.introduce(now, peer)] if peer.state is PeerState.PEER else []
 
     # Helpers.
 

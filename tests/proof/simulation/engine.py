@@ -20,10 +20,14 @@ from vllm_pd.protocol.actions import (
     Prefill,
     Prefilled,
     Released,
+    RenewTransport,
+    RetireTransport,
     Timed,
 )
+from vllm_pd.protocol.names import incarnation_of
 from vllm_pd.protocol.writes import AttemptWrites
 
+from .agents import TransferAgents, Write
 from .kernel import Kernel
 from .node import BLOCK_SIZE, Node, Post
 
@@ -43,16 +47,6 @@ def require(condition: object, text: str) -> None:
 
 
 @dataclass
-class Write:
-    """One write under way: of whose blocks, to whose. The last one of an attempt has the notice."""
-    attempt: m.Attempt
-    peer: str
-    source: list[int]
-    target: list[int]
-    is_last: bool
-
-
-@dataclass
 class Job:
     """A peer's prompt here."""
     prefill: Prefill
@@ -60,6 +54,7 @@ class Job:
     blocks: list[int] = field(default_factory=list)
     filled: int = 0  # how many of them hold their KV
     cancelled: bool = False
+    unproven: bool = False  # a write of it has failed, and may land
 
     @property
     def computed(self) -> bool:
@@ -75,6 +70,7 @@ class Job:
 class Engine:
     """The step loop of one engine. `wake` makes it step; it steps on while there is work."""
     writes_type = AttemptWrites
+    agents_type = TransferAgents
 
     def __init__(self, node: Node, post: Post):
         self.node = node
@@ -82,6 +78,7 @@ class Engine:
         self.engines: dict[str, Engine] = {}
         self.jobs: dict[m.Attempt, Job] = {}
         self.results: collections.Counter[str] = collections.Counter()  # by request id: how often it ended
+        self.agents = self.agents_type(self)
         self._stepping = False
         node.wake = self.wake
         node.set_credits(JOBS, 0)
@@ -121,6 +118,10 @@ class Engine:
         elif isinstance(event, AddPeer | DropPeer):
             require(isinstance(event, AddPeer) or not any(j.flying and j.prefill.peer == event.name
                                                           for j in self.jobs.values()), "dropped while written to")
+        elif isinstance(event, RenewTransport):
+            self.agents.renew(event.name)
+        elif isinstance(event, RetireTransport):
+            self.agents.retire()
         else:
             self.decode_event(event)
 
@@ -132,22 +133,33 @@ class Engine:
         if not (job.writes.is_due and self.node.may_write(attempt)):
             return
         part = job.writes.begin()
-        write = Write(attempt, job.prefill.peer, part.local_block_ids, part.remote_block_ids, part.is_last)
+        there = self.engines.get(incarnation_of(job.prefill.peer))
+        is_elsewhere = bool(self.node.member.host_id) if there is None else self.node.is_elsewhere(there.node)
+        write = Write(attempt, job.prefill.peer, part.local_block_ids, part.remote_block_ids, part.is_last,
+                      self.agents.newest, is_elsewhere)
+        self.agents.writes.append(write)
         longest_s = self.kernel.faults.slow_write_s if self.kernel.happens(self.kernel.faults.slow_writes) else 0.1
         self.kernel.at(self.kernel.random.uniform(0.001, longest_s), None, "write", self._land, write)
 
     def _land(self, write: Write) -> None:
         """The hardware's doing: it needs no process but must have one, and may wait for it."""
         node, faults = self.node, self.kernel.faults
-        if not node.alive:
+        if not node.alive or write not in self.agents.writes:
             return
         if node.stopped and self.kernel.random.random() < 0.5:
             node.backlog.append(("write", self._land, (write,)))
             return
-        there = self.engines.get(write.peer)
+        there = self.engines.get(incarnation_of(write.peer))
+        if cut_s := self.kernel.cut_for(node.name, incarnation_of(write.peer)):
+            if self.kernel.happens(0.3):
+                self.kernel.at(self.kernel.random.uniform(0.0, cut_s), node, "write ended", self.write_ended, write,
+                               False)
+            else:
+                self.kernel.at(cut_s + 0.001, None, "write", self._land, write)
+            return
         broken = self.kernel.happens(faults.write_error)
-        if there is None or not there.node.alive:
-            self.kernel.at(0.001, node, "write ended", self._write_ended, write, False)
+        if there is None or not there.node.alive or write.peer not in there.agents.names:
+            self.kernel.at(0.001, node, "write ended", self.write_ended, write, False)
             return
         if broken:
             there.written(write.attempt, write.target[:1], self.read(write.source[:1]))
@@ -157,17 +169,34 @@ class Engine:
                 for _ in range(2 if self.kernel.happens(faults.notice_twice) else 1):
                     self.kernel.at(self.kernel.random.uniform(0.0, faults.delay_s), there.node, "notice",
                                    there.node.arrived, write.attempt, 0)
-        self.kernel.at(0.001, node, "write ended", self._write_ended, write, not broken)
+        self.kernel.at(0.001, node, "write ended", self.write_ended, write, not broken)
 
-    def _write_ended(self, write: Write, ok: bool) -> None:
+    def _drift(self, write: Write) -> None:
+        """A write that has failed lands: with what its source holds now, whether or not its engine lives."""
+        there = self.engines.get(incarnation_of(write.peer))
+        if there is not None and there.node.alive and write.peer in there.agents.names:
+            there.written(write.attempt, write.target, self.read(write.source))
+
+    def write_ended(self, write: Write, ok: bool) -> None:
+        """It has; not `ok`: with an error."""
+        if write not in self.agents.writes:
+            return
+        self.agents.writes.remove(write)
         job = self.jobs.get(write.attempt)
         if job is None:
             return  # only where the rules are broken on purpose
+        if not ok and write.is_elsewhere:
+            job.unproven = True
+            if self.kernel.happens(self.kernel.faults.drifts):
+                self.kernel.at(self.kernel.random.uniform(0.0, self.kernel.faults.late_s), None, "drift", self._drift,
+                               write)
         job.writes.end(ok, error="the transfer failed")
         if job.writes.is_over:
             del self.jobs[write.attempt]
             self.release_job(job)
-            if job.cancelled:
+            if job.unproven:
+                self.node.unproven(write.attempt, job.writes.error)
+            elif job.cancelled:
                 self.node.ended(write.attempt)
             elif job.writes.error:
                 self.node.failed(write.attempt, job.writes.error)

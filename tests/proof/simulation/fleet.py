@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run: engines, a broker, clients, and what befalls them; then calm, and a look at what is left."""
 import collections
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.messages import Role
-from vllm_pd.protocol.prefill import PrefillProtocol
+from vllm_pd.protocol.prefill import UNPROVEN_KEPT_S, PrefillProtocol
 from vllm_pd.settings.engine import PDConfig
 
 from .engine import BLOCK_SIZE, Broken, Engine, LightEngine, require
@@ -15,6 +17,7 @@ from .kernel import Faults, Kernel
 from .node import BrokerProcess, Node, Post
 
 CALM_S = 2_000.0
+FAR_CALM_S = CALM_S + UNPROVEN_KEPT_S  # between machines: P remembers for so long what may land at a D that is gone
 BuildEngine = Callable[[Node, Post], Engine]
 
 
@@ -27,10 +30,12 @@ class Plan:
     longest_blocks: int = 6
     max_tokens: int = 12
     blocks: int = 24
+    machines: int = 1  # over which the engines are dealt
     faults: Faults = Faults()
     settings: dict[str, Any] = field(default_factory=dict)
     decode_type: type[DecodeProtocol] = DecodeProtocol
     prefill_type: type[PrefillProtocol] = PrefillProtocol
+    generations_type: type[Generations] = Generations
     engine_type: type[LightEngine] = LightEngine
 
 
@@ -42,6 +47,7 @@ class Outcome:
     requests: int
     done_remotely: int
     attempts: collections.Counter
+    renewals: int  # of transfer agents
     seconds: float  # of virtual time
     broken: str = ""
 
@@ -63,8 +69,8 @@ class Fleet:
         self.config = PDConfig.parse("kv_both", settings)
         self._lives = 0
         self._start_broker()
-        for role in plan.roles:
-            self._start(role)
+        for index, role in enumerate(plan.roles):
+            self._start(role, f"m{index % plan.machines}" if plan.machines > 1 else "")
         self._plan_clients()
         self._plan_faults()
 
@@ -74,7 +80,8 @@ class Fleet:
         try:
             self.kernel.run(lambda: False, self.plan.load_s + 5.0)
             self._calm()
-            require(self.kernel.run(self._all_over, CALM_S), f"not over after {CALM_S:g} s of calm: {self._left()}")
+            calm_s = FAR_CALM_S if self.plan.machines > 1 else CALM_S
+            require(self.kernel.run(self._all_over, calm_s), f"not over after {calm_s:g} s of calm: {self._left()}")
             for engine in self._living():
                 engine.check_at_rest()
         except (Broken, AssertionError) as problem:
@@ -83,7 +90,8 @@ class Fleet:
         attempts: collections.Counter = collections.Counter()
         for engine in (*self._living(), *self._gone):
             attempts.update(engine.node.decode.counters)
-        return Outcome(self.kernel.trace, self.kernel.steps, len(self.asked), attempts["done"], attempts,
+        renewals = sum(engine.node.generation for engine in (*self._living(), *self._gone))
+        return Outcome(self.kernel.trace, self.kernel.steps, len(self.asked), attempts["done"], attempts, renewals,
                        self.kernel.now - began, broken)
 
     # Who is there.
@@ -92,10 +100,11 @@ class Fleet:
         self._lives += 1
         self.post.broker = BrokerProcess(f"b{self._lives}", self.post, self.config.ttl_s)
 
-    def _start(self, role: Role) -> None:
+    def _start(self, role: Role, machine: str) -> None:
         self._lives += 1
-        node = Node(f"{role.value[3:4]}{self._lives}", role, self.config, self.post,
-                    decode_type=self.plan.decode_type, prefill_type=self.plan.prefill_type)
+        node = Node(f"{role.value[3:4]}{self._lives}", role, self.config, self.post, machine=machine,
+                    decode_type=self.plan.decode_type, prefill_type=self.plan.prefill_type,
+                    generations_type=self.plan.generations_type)
         engine = self._build(node, self.post)
         self.engines[node.name] = engine
         engine.engines = self.engines
@@ -129,7 +138,9 @@ class Fleet:
     def _plan_faults(self) -> None:
         faults, random = self.plan.faults, self.kernel.random
         for count, kind, call in ((faults.kills, "kill", self._kill), (faults.stops, "stop", self._stop),
-                                  (faults.broker_restarts, "broker ends", self._end_broker)):
+                                  (faults.broker_restarts, "broker ends", self._end_broker),
+                                  (faults.cuts, "cut", self._cut),
+                                  (faults.false_deaths, "false death", self._lose_sight)):
             for _ in range(count):
                 self.kernel.at(random.uniform(2.0, self.plan.load_s), None, kind, call)
 
@@ -143,9 +154,10 @@ class Fleet:
         for name in [name for name, owner in self.asked.items() if owner == engine.node.name]:
             del self.asked[name]  # its clients know
         for other in self._living():
-            self.kernel.at(self.kernel.random.uniform(0.05, 0.8), other.node, "death seen", other.node.is_dead,
-                           engine.node.name)
-        self.kernel.at(self.kernel.random.uniform(0.1, 3.0), None, "restart", self._start, engine.node.member.role)
+            see = other.node.is_unreachable if other.node.is_elsewhere(engine.node) else other.node.is_dead
+            self.kernel.at(self.kernel.random.uniform(0.05, 0.8), other.node, "death seen", see, engine.node.name)
+        self.kernel.at(self.kernel.random.uniform(0.1, 3.0), None, "restart", self._start, engine.node.member.role,
+                       engine.node.member.host_id)
         del self.engines[engine.node.name]
 
     def _stop(self) -> None:
@@ -163,8 +175,32 @@ class Fleet:
             self.post.broker = None
             self.kernel.at(self.kernel.random.uniform(0.1, 6.0), None, "restart", self._start_broker)
 
+    def _apart(self) -> list[tuple[Engine, Engine]]:
+        """All pairs on different machines."""
+        return [pair for pair in itertools.permutations(self._living(), 2)
+                if pair[0].node.is_elsewhere(pair[1].node)]
+
+    def _cut(self) -> None:
+        """Nothing passes between two engines for a while; after some seconds their connection ends."""
+        if not (apart := self._apart()):
+            return
+        one, other = (engine.node for engine in self.kernel.random.choice(apart))
+        cut_s = self.kernel.random.uniform(0.1, self.plan.faults.cut_s)
+        self.kernel.cut(one, other, self.kernel.now + cut_s)
+        ends_s = self.kernel.random.uniform(2.0, 6.0)
+        if ends_s < cut_s:
+            self.kernel.at(ends_s, one, "disconnected", one.disconnected, other.name)
+            self.kernel.at(ends_s, other, "disconnected", other.disconnected, one.name)
+
+    def _lose_sight(self) -> None:
+        """Something between two machines refuses one engine the other one, which lives."""
+        if apart := self._apart():
+            one, other = self.kernel.random.choice(apart)
+            self.kernel.at(0.0, one.node, "seems dead", one.node.is_unreachable, other.node.name)
+
     def _calm(self) -> None:
         """Nothing goes wrong any more, but what is under way goes its way."""
+        self.kernel.heal()
         self.kernel.faults = Faults(delay_s=self.plan.faults.delay_s)
         for engine in self._living():
             if engine.node.stopped:

@@ -31,6 +31,12 @@ class Faults:
     stop_s: float = 20.0
     broker_restarts: int = 0
     aborts: float = 0.0  # share of the requests whose client goes away
+    # Between machines.
+    cuts: int = 0  # of two engines, through which no letter comes, and no write, for up to `cut_s`
+    cut_s: float = 15.0
+    false_deaths: int = 0  # an engine can't reach another one, which lives
+    drifts: float = 0.0  # this share of the writes that fail lands all the same, up to `late_s` later
+    agent_problems: float = 0.0  # agents that can't be made, or destroyed
 
 
 class Process:
@@ -54,6 +60,7 @@ class Kernel:
         self._events: list[tuple[float, int, Process | None, str, Callable, tuple]] = []
         self._made = 0
         self._hash = hashlib.blake2b(digest_size=16)
+        self._cuts: dict[frozenset[str], float] = {}  # names of two: until when
 
     @property
     def trace(self) -> str:
@@ -117,13 +124,27 @@ class Kernel:
 
     # The network.
 
+    def cut(self, one: Process, other: Process, until: float) -> None:
+        """Until that moment nothing passes between the two."""
+        self._cuts[frozenset((one.name, other.name))] = until
+
+    def heal(self) -> None:
+        """No cut is left."""
+        self._cuts.clear()
+
+    def cut_for(self, one: str, other: str) -> float:
+        """For how long nothing will pass between these two; 0 where it does."""
+        return max(0.0, self._cuts.get(frozenset((one, other)), 0.0) - self.now)
+
     def happens(self, probability: float) -> bool:
         return probability > 0 and self.random.random() < probability
 
-    def send(self, to: Process, kind: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """A letter, which may be lost, doubled, late, and overtaken."""
-        if self.happens(self.faults.loss):
+    def send(self, to: Process, kind: str, call: Callable[..., Any], *arguments: Any, sender: str = "") -> None:
+        """A letter, which may be lost, doubled, late, and overtaken. One that comes to a cut waits there, or is lost
+        with its connection."""
+        cut_s = self.cut_for(sender, to.name)
+        if self.happens(self.faults.loss) or cut_s and self.happens(0.5):
             return
         for _ in range(2 if self.happens(self.faults.twice) else 1):
             longest = self.faults.late_s if self.happens(self.faults.late) else self.faults.delay_s
-            self.at(self.random.uniform(0.0, longest), to, kind, call, *arguments)
+            self.at(cut_s + self.random.uniform(0.0, longest), to, kind, call, *arguments)

@@ -16,6 +16,7 @@ from vllm_pd.peer.state import EngineState
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Connect, Disconnect, Event, ToBroker, ToDecode, ToPrefill
 from vllm_pd.protocol.decode import DecodeProtocol
+from vllm_pd.protocol.generations import Generations, is_elsewhere
 from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.settings.engine import PDConfig
 
@@ -66,16 +67,18 @@ class Node(Process):
     """An engine's process, as the others see it."""
 
     def __init__(self, name: str, role: m.Role, config: PDConfig, post: Post, *,
-                 decode_type: type[DecodeProtocol] = DecodeProtocol,
-                 prefill_type: type[PrefillProtocol] = PrefillProtocol):
+                 machine: str = "", decode_type: type[DecodeProtocol] = DecodeProtocol,
+                 prefill_type: type[PrefillProtocol] = PrefillProtocol,
+                 generations_type: type[Generations] = Generations):
         super().__init__(name)
         self.config = config
-        self.member = m.Member(name, role, "tcp://127.0.0.1:1", FINGERPRINT)
+        self.member = m.Member(name, role, "tcp://127.0.0.1:1", FINGERPRINT, host_id=machine)
         self.wake: Callable[[], None] = lambda: None
         self._post, self._kernel = post, post.kernel
         self._timer: float | None = None
         self.protocol = PeerProtocol(config, self.member, b"memory", lambda: self.now)
         self._core = core = self.protocol._core
+        core.generations.__class__ = generations_type  # all sessions have this one object already
         core.decode_half = decode_type(self.member, b"d", self.decode.limits, core.generations)
         core.prefill_half = prefill_type(self.member, b"p", self.prefill.limits, core.generations)
         self.decode.broker_is(self.now, False)
@@ -93,6 +96,11 @@ class Node(Process):
     @property
     def prefill(self) -> PrefillProtocol:
         return self._core.prefill_half
+
+    @property
+    def generation(self) -> int:
+        """The present one of its transfer agents."""
+        return self._core.generations.current
 
     @property
     def has_news(self) -> bool:
@@ -151,6 +159,22 @@ class Node(Process):
         self.protocol.prefill.ended(attempt)
         self._speak()
 
+    def unproven(self, attempt: m.Attempt, reason: str) -> None:
+        self.protocol.prefill.unproven(attempt, reason)
+        self._speak()
+
+    def renewed(self, name: str) -> None:
+        self.protocol.transport.renewed(name, b"memory")
+        self._speak()
+
+    def not_renewed(self, problem: str) -> None:
+        self.protocol.transport.not_renewed(problem)
+        self._speak()
+
+    def retired(self, is_done: bool) -> None:
+        self.protocol.transport.retired(is_done, "an agent can't be destroyed")
+        self._speak()
+
     # From others.
 
     def receive(self, source: MessageSource, sender: str, message: m.Message) -> None:
@@ -161,6 +185,20 @@ class Node(Process):
         """That process is gone, as a fact."""
         self.protocol.control.peer_dead(incarnation)
         self._speak()
+
+    def is_unreachable(self, incarnation: str) -> None:
+        """No connection to that engine is left, and its lifeline refuses."""
+        self.protocol.control.lifeline_gone(incarnation)
+        self._speak()
+
+    def disconnected(self, incarnation: str) -> None:
+        """The connection to that D has ended."""
+        self.protocol.control.disconnected(incarnation)
+        self._speak()
+
+    def is_elsewhere(self, other: "Node") -> bool:
+        """Whether that engine is on another machine."""
+        return is_elsewhere(self.member, other.member)
 
     # Time.
 
@@ -190,7 +228,8 @@ class Node(Process):
                 there = self._post.nodes.get(action.peer)
                 if there is not None and there.alive:
                     source = MessageSource.PREFILL if isinstance(action, ToDecode) else MessageSource.DECODE
-                    self._kernel.send(there, "letter", there.receive, source, self.name, action.message)
+                    self._kernel.send(there, "letter", there.receive, source, self.name, action.message,
+                                      sender=self.name)
             else:
                 assert isinstance(action, Connect | Disconnect)
         news = self.protocol.control.announce()

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import vllm_pd.handover.decode
 from vllm_pd.decisions.policy import Decision, PolicyConfig, PolicyInput, Reason
@@ -39,6 +40,17 @@ def storm(seed: int, **changes) -> Plan:
               "requests": 60, "load_s": draw.choice((10.0, 30.0)), "settings": {"push_chunks": seed % 2 == 1},
               **changes}
     return Plan(**values)
+
+
+def storm_between_machines(seed: int, **changes) -> Plan:
+    """The same with the engines on two or three machines, and what a network does to these."""
+    draw = random.Random(f"machines {seed}")
+    faults = faults_of(seed)
+    if seed % 5:
+        faults = replace(faults, cuts=draw.randint(0, 6), cut_s=draw.choice((4.0, 15.0, 40.0)),
+                         false_deaths=draw.randint(0, 6), drifts=draw.choice((0.0, 0.5, 1.0)),
+                         agent_problems=draw.choice((0.0, 0.2)))
+    return storm(seed, **{"faults": faults, "machines": draw.choice((2, 2, 3)), **changes})
 
 
 # Prefilled where the first token comes sooner, and never in steps longer than that while others decode.
