@@ -415,7 +415,7 @@ def test_a_stranger_can_only_register_and_list(broker, raw):
         raw.socket.send(b"PD" + bytes((m.PROTOCOL,)) + message)
         assert raw.answer() == m.Peers(broker._registry.incarnation, 1, [], 0, 1)
     assert broker.counts() == {"unregistered": 2}
-    large = msgspec.structs.replace(member("d", m.Role.DECODE), processes=(m.Process(1 << 60, 1 << 60), ) * 3000)
+    large = msgspec.structs.replace(member("d", m.Role.DECODE), processes=(m.Process(1 << 30, 1 << 40), ) * 1500)
     monstrous = codec.encode("d", m.Register(large))
     assert len(monstrous) < server.MAX_STRANGER_BYTES, "the largest that an engine would send"
     raw.socket.send(monstrous + bytes(server.MAX_STRANGER_BYTES))
@@ -466,6 +466,17 @@ def test_b110_a_full_registry_says_so():
         ("p", m.Refused("members", "1", "one more"))]
 
 
+def test_b110_no_entry_is_so_large_that_a_full_registry_can_not_be_sent():
+    """B110: and an engine that can't reach any of as many others as it may name is let in."""
+    limits, names = QueueLimits(), tuple(f"{number:032x}" for number in range(m.MAX_UNREACHED))
+    registry, lonely = Registry("b", limits), msgspec.structs.replace(member("p", m.Role.PREFILL), unreached=names)
+    assert registry.receive(0.0, "p", m.Register(lonely))[0][1].members == [lonely]
+    large = msgspec.structs.replace(lonely, processes=tuple(m.Process(1 << 40, 1 << 40) for _ in range(1024)))
+    (_, answer), = registry.receive(0.0, "p", m.Register(large))
+    assert isinstance(answer, m.Refused) and answer.key == "entry" and registry.members() == [lonely]
+    assert limits.max_members * limits.max_entry_bytes < codec.MAX_FRAME_BYTES
+
+
 def test_b42_other_protocol_is_answered_with_both_versions(raw):
     raw.socket.send(b"PD" + bytes((m.PROTOCOL + 1,)) + b"from the future")
     assert raw.answer() == m.Refused("protocol", str(m.PROTOCOL), str(m.PROTOCOL + 1))
@@ -488,7 +499,7 @@ def test_b81_noise_is_counted_and_dropped(broker, raw):
 
 
 def test_b81_members_that_fit_into_no_frame_do_not_end_the_broker(monkeypatch, broker, raw):
-    """1,024 members may be larger than a frame: a client that may register one may register that many."""
+    """As a client with larger ones might try (B110: a full registry fits)."""
     monkeypatch.setattr(codec, "_framing", codec.Framing(b"PD", m.PROTOCOL, m.Envelope, "protocol", max_bytes=1500))
     for number in range(20):
         raw.socket.send(codec.encode("d", m.Register(member("d", m.Role.DECODE))))

@@ -30,6 +30,7 @@ class QueueLimits(msgspec.Struct, frozen=True):
     max_jobs: int = 4096
     max_tokens: int = 16_000_000
     max_members: int = 1024
+    max_entry_bytes: int = 24 << 10  # max_members of them fit into one message
 
     @property
     def tick_s(self) -> float:
@@ -179,6 +180,9 @@ class Registry:
         if member.incarnation != sender:
             self.counters["foreign"] += 1
             return []
+        if (size := len(msgspec.msgpack.encode(member))) > self.limits.max_entry_bytes:
+            self.counters["entry_too_large"] += 1
+            return [(sender, m.Refused("entry", f"at most {self.limits.max_entry_bytes} bytes", f"{size} bytes"))]
         if self._local_only and not stays_on_loopback(member):
             self.counters["beyond_loopback"] += 1
             return [(sender, m.Refused("keys", "none, so no address beyond the loopback", member.address))]

@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.pd")
 WARNING_S = 60.0
 BATCH_MESSAGES = 256  # libzmq gives them in turn from all connections
 OPEN_TAGS = frozenset(kind.__struct_config__.tag for kind in (m.Register, m.ListMembers))  # what anybody may send
-MAX_STRANGER_BYTES = 1 << 20  # of one of those from a sender that is not registered
+MAX_STRANGER_BYTES = 1 << 16  # of one of those from a sender that is not registered
 
 
 class Broker:
