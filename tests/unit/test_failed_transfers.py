@@ -323,6 +323,10 @@ class Jobs(PrefillHandover):
     """Of an engine whose requests are their job's attempt, and which reads no prefix by itself. As V1's binding, it
     says once of a request that was parked, and is aborted, that it was."""
 
+    @property
+    def has_jobs(self):
+        return bool(self._jobs)
+
     def _add_request(self, job):
         return job.prefill.attempt
 

@@ -319,7 +319,7 @@ def test_b30_a_job_that_its_engine_aborts_by_itself_is_answered(monkeypatch, oth
     prefiller.sim.abort(f"pd-{job.attempt}")
     for _ in range(4):
         ring.round()
-    assert prefiller.failures == 1 and not prefiller.disagg.prefill_jobs.has_jobs
+    assert prefiller.failures == 1 and prefiller.disagg.prefill_jobs.idle
     ring.run()
 
 

@@ -289,7 +289,7 @@ class TestReading:
         agent.may_land = lambda attempt: attempt == ATTEMPT
         end(jobs, transfer.Finished(reading.key, False, error="ERR", may_land=True), progress)
         jobs.free_unproven(progress)
-        assert agent.names() == ["read_unproven"] and not progress and not jobs.has_jobs
+        assert agent.names() == ["read_unproven"] and not progress and jobs.idle
         agent.may_land = lambda attempt: False
         jobs.free_unproven(progress)
         assert progress.finished_transfers == [ATTEMPT]

@@ -49,6 +49,18 @@ class PeerJob(PromptInTurn):
     read_tokens: int = 0  # how many of the peer's tokens were asked for
     parked_blocks: int = 0  # how many blocks its request has while it reads
 
+    @classmethod
+    def of(cls, prefill: Prefill, block_size: int, now: float) -> PeerJob:
+        """The job that this event begins."""
+        return cls(request_id=f"pd-{prefill.attempt}", started_at=now, priority=prefill.priority,
+                   tokens=len(prefill.token_ids), new_tokens=prefill.new_tokens(block_size), prefill=prefill,
+                   writes=AttemptWrites(prefill.block_ids))
+
+    @property
+    def held_blocks(self) -> int:
+        """How many blocks it keeps for what moves."""
+        return self.parked_blocks if self.state is JobStage.READING else self.writes.unsent_blocks
+
 
 class OpenTransfer(NamedTuple):
     """A transfer under way. `write` is None for a read."""

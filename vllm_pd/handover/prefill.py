@@ -49,7 +49,6 @@ from vllm_pd.handover.progress import ArrivalNotice, Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.actions import AddPeer, Cancelled, DropPeer, Event, Prefill
 from vllm_pd.protocol.messages import Attempt, Timings
-from vllm_pd.protocol.writes import AttemptWrites
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer import requests as transfer
 
@@ -101,11 +100,6 @@ class PrefillHandover(ABC):
     def _lasting_blocks(self) -> int:
         """How many blocks may be set aside for as long as both this engine and a peer live."""
         return self.unproven_blocks + self.quarantined_blocks + self._session.lasting_hold_blocks()
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether there is any job, for tests."""
-        return bool(self._jobs)
 
     @property
     def idle(self) -> bool:
@@ -513,10 +507,7 @@ class PrefillHandover(ABC):
         if self._session.state.has_other_weights:  # it was on its way
             self._refuse(attempt, "its weights were replaced")
         elif 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
-            self._jobs[attempt] = PeerJob(
-                request_id=f"pd-{attempt}", started_at=time.monotonic(), priority=prefill.priority,
-                tokens=len(token_ids), new_tokens=prefill.new_tokens(self._block_size), prefill=prefill,
-                writes=AttemptWrites(prefill.block_ids))
+            self._jobs[attempt] = PeerJob.of(prefill, self._block_size, time.monotonic())
         else:
             self._refuse(attempt, f"a token id is outside the vocabulary of {self._vocab_size}")
 
@@ -535,8 +526,7 @@ class PrefillHandover(ABC):
     def _check_room(self, job: PeerJob, cached_blocks: int) -> None:
         """Raises ValueError for a job that would wait until a peer dies: another prefill engine may have room. Its
         prefix hit of `cached_blocks` may be in blocks that a decode engine has claimed."""
-        stopping = sum(one.parked_blocks if one.state is JobStage.READING else one.writes.unsent_blocks
-                       for one in self._jobs.values() if one.cancelled)
+        stopping = sum(one.held_blocks for one in self._jobs.values() if one.cancelled)
         lasting, needed = self._lasting_blocks + stopping, self._prompt_blocks(job.prefill)
         kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
         new = needed - min(cached_blocks, self._session.lasting_hold_blocks())
@@ -575,7 +565,6 @@ class PrefillHandover(ABC):
         """The state of a job, for tests."""
         job = self._jobs.get(attempt)
         return None if job is None else job.state
-
 
     # What a binding knows of its engine.
 

@@ -5,6 +5,8 @@ from enum import Enum
 import msgspec
 
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.generations import DOUBT_S
+from vllm_pd.protocol.moments import LONG_AGO, NEVER
 
 
 class AttemptState(Enum):
@@ -63,3 +65,21 @@ class AttemptRecord:
         self.arrived: set[int] = set()
         self.timings = m.Timings()
         self.moved_tokens = 0  # once it is DONE
+
+    @property
+    def is_uncomputed(self) -> bool:
+        """Whether no P has computed the prompt, as far as is known, and one may."""
+        return not self.state.ended and self.writing_at is None and not self.arrived
+
+    @property
+    def doubted_at(self) -> float:
+        """From when on it is in doubt whether the fence will come down by P's word; infinite: not as it stands."""
+        if not (self.fenced and self.is_elsewhere):
+            return NEVER
+        if self.given_up or self.seems_lost:
+            return LONG_AGO
+        return self.cancelled_at + DOUBT_S if self.state.ended else NEVER
+
+    def waited_from(self, lost_at: float) -> float:
+        """Since when it has waited for what was lost then."""
+        return max(lost_at, self.submitted)

@@ -31,10 +31,10 @@ from vllm_pd.protocol.actions import (
     ToPrefill,
 )
 from vllm_pd.protocol.attempts import AttemptRecord, AttemptState, DecodeLimits
-from vllm_pd.protocol.generations import DOUBT_S, Generations, is_elsewhere
+from vllm_pd.protocol.generations import Generations, is_elsewhere
 from vllm_pd.protocol.hold_reads import HoldReads
+from vllm_pd.protocol.moments import LONG_AGO, NEVER
 
-_LONG_AGO, _NEVER = float("-inf"), float("inf")
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 _SEEMS_DEAD = "the prefill engine, on another machine, can't be reached any more"
 _TOO_SLOW = "it took longer than a lease after this engine has made new transfer agents"
@@ -229,13 +229,13 @@ class DecodeProtocol:
     def doubts_at(self) -> float:
         """See Half."""
         if self.parted:
-            return _LONG_AGO
-        return min([self.reads.doubts_at(), *map(self._doubted_at, self._records.values())])
+            return LONG_AGO
+        return min([self.reads.doubts_at(), *(record.doubted_at for record in self._records.values())])
 
     def is_busy(self, now: float) -> bool:
         """See Half. Of a P on this machine nothing goes on in a write that it has given up."""
         return self.reads.is_busy(now) or any(
-            record.fenced and not record.given_up and now < self._doubted_at(record)
+            record.fenced and not record.given_up and now < record.doubted_at
             for record in self._records.values() if self.generations.is_closing(record.generation))
 
     def renewed(self, now: float) -> list[Action]:
@@ -258,13 +258,6 @@ class DecodeProtocol:
                 self.counters["fenced_by_retiring"] += 1
                 actions += self._p_stopped(now, record, FallbackReason.LEASE, _TOO_SLOW)
         return actions
-
-    def _doubted_at(self, record: AttemptRecord) -> float:
-        if not (record.fenced and record.is_elsewhere):
-            return _NEVER
-        if record.given_up or record.seems_lost:
-            return _LONG_AGO
-        return record.cancelled_at + DOUBT_S if record.state.ended else _NEVER
 
     def _tell_peers(self) -> list[Action]:
         """All Ps are to know the generations."""
@@ -292,8 +285,8 @@ class DecodeProtocol:
     def next_timeout(self) -> float | None:
         """When `handle_timeout` is next due; None where nothing is."""
         held = self.reads.next_timeout()
-        due = min([_NEVER if held is None else held, *(self._due(record) for record in self._records.values())])
-        return None if due == _NEVER else due
+        due = min([NEVER if held is None else held, *(self._due(record) for record in self._records.values())])
+        return None if due == NEVER else due
 
     # State, for the engine and the tests.
 
@@ -313,7 +306,7 @@ class DecodeProtocol:
         P that has it, or by "" of those that nobody has claimed."""
         found: dict[str, list[int]] = {}
         for record in self._records.values():
-            if self._is_uncomputed(record):
+            if record.is_uncomputed:
                 taken = record.peer if record.state is AttemptState.GRANTED else ""
                 found.setdefault(taken, []).append(self._new_tokens(record))
         return found
@@ -322,7 +315,7 @@ class DecodeProtocol:
         """Those of `uncomputed` that a P has, by P: their tokens, and for how many seconds it has each."""
         found: dict[str, list[tuple[int, float]]] = {}
         for record in self._records.values():
-            if record.state is AttemptState.GRANTED and self._is_uncomputed(record):
+            if record.state is AttemptState.GRANTED and record.is_uncomputed:
                 found.setdefault(record.peer, []).append((self._new_tokens(record), max(0.0, now - record.granted_at)))
         return found
 
@@ -345,7 +338,7 @@ class DecodeProtocol:
     def writing_since(self) -> float | None:
         """When a P last reported that it writes, or has written, into our blocks; -inf where one may write and has
         reported nothing; None where none may write."""
-        return max((_LONG_AGO if record.writing_at is None else record.writing_at
+        return max((LONG_AGO if record.writing_at is None else record.writing_at
                     for record in self._records.values() if record.fenced), default=None)
 
     def awaited_timings(self) -> int:
@@ -523,7 +516,7 @@ class DecodeProtocol:
     def _cancel(self, now: float, record: AttemptRecord) -> list[Action]:
         limits = self.limits
         if record.given_up:  # P has said all that it ever will
-            record.next_cancel = _NEVER
+            record.next_cancel = NEVER
             return []
         record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)
         record.next_cancel = now + record.cancel_retry_s
@@ -543,16 +536,12 @@ class DecodeProtocol:
     def _new_tokens(self, record: AttemptRecord) -> int:
         return max(0, len(record.token_ids) - self._cached_tokens(record))
 
-    @staticmethod
-    def _is_uncomputed(record: AttemptRecord) -> bool:
-        return not record.state.ended and record.writing_at is None and not record.arrived
-
     def _due(self, record: AttemptRecord) -> float:
         if record.state is AttemptState.QUEUED:
             due = min(record.deadline, record.next_put)
             for lost_at in (self._broker_lost_at, record.peers_lost_at):
                 if lost_at is not None:
-                    due = min(due, self._waited_from(record, lost_at) + self.limits.ttl_s)
+                    due = min(due, record.waited_from(lost_at) + self.limits.ttl_s)
             return due
         if record.state is AttemptState.GRANTED:
             return min(record.deadline, record.lease_until)
@@ -567,14 +556,10 @@ class DecodeProtocol:
             return self._end(now, record, AttemptEnd.EXPIRED, FallbackReason.LEASE, "the prefill engine fell silent")
         for lost_at, reason, detail in ((self._broker_lost_at, FallbackReason.BROKER, "the broker went away"),
                                         (record.peers_lost_at, FallbackReason.PEER, "no prefill engine is left")):
-            if lost_at is not None and now >= self._waited_from(record, lost_at) + self.limits.ttl_s:
+            if lost_at is not None and now >= record.waited_from(lost_at) + self.limits.ttl_s:
                 return self._end(now, record, AttemptEnd.FAILED, reason, detail)
         self.counters["requeued"] += 1
         return self._put(now, record)
-
-    @staticmethod
-    def _waited_from(record: AttemptRecord, lost_at: float) -> float:
-        return max(lost_at, record.submitted)
 
     # Helpers.
 

@@ -22,9 +22,9 @@ from typing import Protocol
 
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, RenewTransport, RetireTransport
+from vllm_pd.protocol.moments import NEVER
 from vllm_pd.protocol.names import generation_name
 
-NEVER = float("inf")
 # Between two renewals, and after one that failed; doubled with each further one that comes before CALM_S have passed: a
 # peer or a network that gives doubt after doubt is not to keep this engine busy.
 PAUSE_S = 1.0

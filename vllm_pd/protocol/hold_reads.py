@@ -33,9 +33,8 @@ from vllm_pd.protocol.actions import (
     ToPrefill,
 )
 from vllm_pd.protocol.generations import DOUBT_S, Generations
+from vllm_pd.protocol.moments import LONG_AGO, NEVER
 from vllm_pd.protocol.names import generation_name, incarnation_of
-
-_LONG_AGO, _NEVER = float("-inf"), float("inf")
 
 
 class ReadState(Enum):
@@ -207,8 +206,8 @@ class HoldReads:
 
     def doubts_at(self) -> float:
         """See Half: at once about a read that has failed, and about one that does not end, after a while."""
-        return min((_LONG_AGO if read.unproven else read.stopping_at + DOUBT_S for read in self._reads.values()
-                    if read.state is ReadState.STOPPING), default=_NEVER)
+        return min((LONG_AGO if read.unproven else read.stopping_at + DOUBT_S for read in self._reads.values()
+                    if read.state is ReadState.STOPPING), default=NEVER)
 
     def is_busy(self, now: float) -> bool:
         """See Half."""
@@ -368,7 +367,7 @@ class HoldReads:
     @staticmethod
     def _due(read: _HoldRead) -> float:
         if read.state is ReadState.STOPPING:
-            return _NEVER
+            return NEVER
         return min(read.deadline, read.lease_until, read.next_claim)
 
     def _drop(self, name: str) -> list[Action]:

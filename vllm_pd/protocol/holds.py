@@ -24,8 +24,7 @@ import msgspec
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, HoldEnd, HoldEnded, ToDecode
 from vllm_pd.protocol.generations import Generations
-
-_LONG_AGO, _NEVER = float("-inf"), float("inf")
+from vllm_pd.protocol.moments import LONG_AGO, NEVER
 
 
 class HoldLimits(msgspec.Struct, frozen=True):
@@ -153,13 +152,13 @@ class Holds:
     def peer_seems_dead(self, incarnation: str) -> None:
         """A D on another machine can't be reached, and may live, and read, all the same."""
         for hold in map(self._holds.__getitem__, self._read_by.get(incarnation, ())):
-            hold.lease_until = _LONG_AGO
+            hold.lease_until = LONG_AGO
 
     # Our generations: see `generations.Half`. Of a D on this machine the reads go on through them.
 
     def doubts_at(self) -> float:
         """See Half."""
-        return min((hold.lease_until for hold in self._claimed() if hold.is_elsewhere), default=_NEVER)
+        return min((hold.lease_until for hold in self._claimed() if hold.is_elsewhere), default=NEVER)
 
     def is_busy(self, now: float) -> bool:
         """See Half."""

@@ -4,7 +4,9 @@ import collections
 from enum import Enum
 
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.generations import DOUBT_S
 from vllm_pd.protocol.holds import HoldLimits
+from vllm_pd.protocol.moments import NEVER
 from vllm_pd.protocol.peering import PeeringLimits
 
 _MAX_OPEN_RENEWALS = 4  # a lease contains three
@@ -57,3 +59,21 @@ class OfferedJob:
         self.is_elsewhere = False  # D
         self.stopping_at = 0.0
         self.next_ask = self.unproven_until = 0.0  # while it is UNPROVEN
+
+    def due(self, claim_wait_s: float, renews: bool) -> float:
+        """When there is next something to do about it; infinite: not as it stands. `renews`: whether leases are."""
+        if self.state is JobState.PEERING:
+            return min(self.peering_until, self.next_claim or NEVER)
+        if self.state is JobState.CLAIMING:
+            return min(self.next_claim, self.claimed_at + claim_wait_s)
+        if self.state is JobState.RUNNING:
+            return min(self.lease_until, self.next_renew) if renews else self.lease_until
+        if self.state is JobState.UNPROVEN and self.is_elsewhere:
+            return min(self.next_ask, self.unproven_until)
+        return NEVER
+
+    @property
+    def doubted_at(self) -> float:
+        """From when on a write that was stopped is in doubt: its D may be gone, and TCP tries for a quarter of an
+        hour."""
+        return self.stopping_at + DOUBT_S if self.is_elsewhere and self.state is JobState.STOPPING else NEVER

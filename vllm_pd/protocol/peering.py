@@ -19,9 +19,8 @@ import msgspec
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, AddPeer, Connect, Disconnect, DropPeer, ToDecode
 from vllm_pd.protocol.generations import Generations, is_elsewhere
+from vllm_pd.protocol.moments import NEVER
 from vllm_pd.protocol.names import generation_name
-
-_NEVER = float("inf")
 
 
 class PeerState(Enum):
@@ -281,19 +280,19 @@ class Peering:
 
     def next_timeout(self) -> float:
         """When a peer is next `due`; infinite where none is."""
-        return min((self._due(peer) for peer in self._peers.values()), default=_NEVER)
+        return min((self._due(peer) for peer in self._peers.values()), default=NEVER)
 
     def _due(self, peer: Peer) -> float:
         if peer.state is PeerState.LEAVING:
-            return _NEVER
+            return NEVER
         is_tried = peer.asked_at is not None or peer.state in (PeerState.GREETED, PeerState.UNADDED)
-        return min(peer.next_hello if is_tried else _NEVER, self._unreached_at(peer), self._missed_at(peer))
+        return min(peer.next_hello if is_tried else NEVER, self._unreached_at(peer), self._missed_at(peer))
 
     def _unreached_at(self, peer: Peer) -> float:
         """When it becomes unreached; infinite where it is, or was not asked."""
-        return _NEVER if peer.is_unreached or peer.asked_at is None else peer.asked_at + self.limits.answer_s
+        return NEVER if peer.is_unreached or peer.asked_at is None else peer.asked_at + self.limits.answer_s
 
     def _missed_at(self, peer: Peer) -> float:
         if peer.missing_since is None:
-            return _NEVER
+            return NEVER
         return max(peer.missing_since, peer.last_heard) + self.limits.ttl_s

@@ -23,15 +23,15 @@ import msgspec
 from vllm_pd.errors import PeerMismatch
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, Cancelled, Prefill, ToDecode
-from vllm_pd.protocol.generations import DOUBT_S, Generations, is_elsewhere
+from vllm_pd.protocol.generations import Generations, is_elsewhere
 from vllm_pd.protocol.hashes import claim_number
 from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.holds import Holds
 from vllm_pd.protocol.jobs import JobState, OfferedJob, OpenRenewal, PrefillLimits
+from vllm_pd.protocol.moments import LONG_AGO, NEVER
 from vllm_pd.protocol.names import generation_name, incarnation_of
 from vllm_pd.protocol.peering import Peer, Peering, PeerState
 
-_LONG_AGO, _NEVER = float("-inf"), float("inf")
 # For how long an UNPROVEN job of a D is remembered that nobody knows any more, on another machine. Without it D's next
 # request to stop would be answered as that of any unknown job; no kernel keeps the bytes of a connection for so long.
 UNPROVEN_KEPT_S = 3600.0
@@ -228,18 +228,13 @@ class PrefillProtocol:
     def doubts_at(self) -> float:
         """See Half."""
         if self._unproven_reads or self.parted:
-            return _LONG_AGO
-        return min([self.holds.doubts_at(), *map(self._doubted_at, self._jobs.values())])
-
-    @staticmethod
-    def _doubted_at(job: OfferedJob) -> float:
-        """A write that was stopped and does not end: its D may be gone, and TCP tries for a quarter of an hour."""
-        return job.stopping_at + DOUBT_S if job.is_elsewhere and job.state is JobState.STOPPING else _NEVER
+            return LONG_AGO
+        return min([self.holds.doubts_at(), *(job.doubted_at for job in self._jobs.values())])
 
     def is_busy(self, now: float) -> bool:
         """See Half."""
         return self.holds.is_busy(now) or any(
-            job.state in (JobState.RUNNING, JobState.STOPPING) and now < self._doubted_at(job)
+            job.state in (JobState.RUNNING, JobState.STOPPING) and now < job.doubted_at
             for job in self._jobs.values() if job.own_generation < self.generations.current)
 
     def renewed(self, now: float) -> list[Action]:
@@ -286,9 +281,9 @@ class PrefillProtocol:
     def next_timeout(self) -> float | None:
         """When `handle_timeout` is next due; None where nothing is."""
         held = self.holds.next_timeout()
-        due = min([self._peering.next_timeout(), _NEVER if held is None else held,
+        due = min([self._peering.next_timeout(), NEVER if held is None else held,
                    *(self._due(job) for job in self._jobs.values())])
-        return None if due == _NEVER else due
+        return None if due == NEVER else due
 
     # State, for the engine and the tests.
 
@@ -542,15 +537,7 @@ class PrefillProtocol:
             for job in self._jobs.values())
 
     def _due(self, job: OfferedJob) -> float:
-        if job.state is JobState.PEERING:
-            return min(job.peering_until, job.next_claim or _NEVER)
-        if job.state is JobState.CLAIMING:
-            return min(job.next_claim, job.claimed_at + self.limits.claim_wait_s)
-        if job.state is JobState.RUNNING:
-            return min(job.lease_until, job.next_renew) if self.renews else job.lease_until
-        if job.state is JobState.UNPROVEN and job.is_elsewhere:
-            return min(job.next_ask, job.unproven_until)
-        return _NEVER
+        return job.due(self.limits.claim_wait_s, self.renews)
 
     def _on_due(self, now: float, job: OfferedJob) -> list[Action]:
         if job.state is JobState.UNPROVEN:
@@ -581,7 +568,7 @@ class PrefillProtocol:
         nobody has known its D for long."""
         peer = self._peering.find(job.attempt.incarnation)
         if peer is None:
-            job.next_ask = _NEVER
+            job.next_ask = NEVER
             if now >= job.unproven_until:
                 del self._jobs[job.attempt]
             return []

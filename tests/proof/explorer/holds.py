@@ -21,11 +21,12 @@ from vllm_pd.protocol import actions as a
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.attempts import DecodeLimits
 from vllm_pd.protocol.decode import DecodeProtocol
-from vllm_pd.protocol.generations import NEVER, Generations
+from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.holds import HoldLimits, Holds
 from vllm_pd.protocol.jobs import PrefillLimits
+from vllm_pd.protocol.moments import NEVER
 from vllm_pd.protocol.names import generation_name, incarnation_of
 from vllm_pd.protocol.peering import PeerState
 from vllm_pd.protocol.prefill import PrefillProtocol

@@ -38,8 +38,9 @@ from vllm_pd.protocol.actions import (
 )
 from vllm_pd.protocol.attempts import DecodeLimits
 from vllm_pd.protocol.decode import DecodeProtocol
-from vllm_pd.protocol.generations import NEVER, Generations
+from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.jobs import PrefillLimits
+from vllm_pd.protocol.moments import NEVER
 from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.protocol.writes import AttemptWrites
 
