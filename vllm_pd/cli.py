@@ -101,10 +101,14 @@ def router(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
 def doctor(access: Access,
            broker: Annotated[str | None, typer.Option(help="Also check this broker and its engines.")] = None,
            port: Annotated[list[int] | None, typer.Option(help="Also check whether this port is free; 5700 and "
-                                                              "8000 where no --broker is given.")] = None) -> None:
+                                                              "8000 where no --broker is given.")] = None,
+           from_engine: Annotated[str | None, typer.Option(
+               "--from", metavar="ENGINE", help="Check instead the paths between this engine and its peers: each of "
+               "them tries to connect to the other. " + ENGINE_HELP)] = None) -> None:
     """Check the installation, NIXL, ports and engines, and say how to repair each fault."""
-    from vllm_pd.ops.doctor import examine
-    findings = examine(broker, port or ([] if broker else [5700, 8000]), access)
+    from vllm_pd.ops.doctor import examine, examine_paths
+    findings = (examine(broker, port or ([] if broker else [5700, 8000]), access) if from_engine is None
+                else examine_paths(from_engine, broker, access))
     _show(line for finding in findings for line in finding.lines)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 

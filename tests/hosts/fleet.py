@@ -8,6 +8,7 @@ import collections
 import json
 import os
 import random
+import re
 import select
 import subprocess
 import sys
@@ -152,14 +153,16 @@ class Fleet:
     broker's URL, instead of its IPv4 address."""
 
     def __init__(self, host: Host, known_as: str | None = None, **settings: object) -> None:
-        self.url = f"tcp://{known_as or host.ip}:{BROKER_PORT}"
-        self.keys = host.folder / "vllm-pd.keys"
-        self._settings = {**SETTINGS, **settings}
-        environment = {"PYTHONPATH": str(ROOT)}
-        subprocess.run([*VLLM_PD, "keys", str(self.keys)], check=True, capture_output=True, timeout=START_S,
-                       env={**os.environ, **environment})
+        self._prepare(host, f"tcp://{known_as or host.ip}:{BROKER_PORT}", settings)
         host.start([*VLLM_PD, "broker", "--bind", self.url, "--keys", str(self.keys)], subprocess.DEVNULL,
-                   host.folder / "broker.log", environment)
+                   host.folder / "broker.log", {"PYTHONPATH": str(ROOT)})
+
+    def _prepare(self, host: Host, url: str, settings: dict[str, object]) -> None:
+        """Make the key; `url` is that of the broker."""
+        self.url, self._settings = url, {**SETTINGS, **settings}
+        self.keys = host.folder / "vllm-pd.keys"
+        subprocess.run([*VLLM_PD, "keys", str(self.keys)], check=True, capture_output=True, timeout=START_S,
+                       env={**os.environ, "PYTHONPATH": str(ROOT)})
 
     def status(self, host: Host, *engine: str) -> set[str]:
         """The lines of `vllm-pd status [ENGINE]` on that host."""
@@ -169,8 +172,16 @@ class Fleet:
         """The lines of `vllm-pd gone ENGINE` on that host."""
         return self._operate(host, "gone", engine)
 
-    def _operate(self, host: Host, *command: str) -> list[str]:
-        return host.run("env", f"PYTHONPATH={ROOT}", *VLLM_PD, *command, "--broker", self.url, "--keys",
+    def doctor(self, host: Host, engine: str) -> list[str]:
+        """What `vllm-pd doctor --from ENGINE` says on that host of each path; a line has its cure."""
+        said = re.sub(r"\n +", " ", "\n".join(self._operate(host, "doctor", "--from", engine, allowed="01")))
+        return [line for line in said.splitlines() if line.split()[1] not in ("broker", "peers")]
+
+    def _operate(self, host: Host, *command: str, allowed: str = "0") -> list[str]:
+        """The lines of a command. Raises CalledProcessError where it does not end with one of the `allowed` statuses.
+        """
+        return host.run("sh", "-c", f'"$@" || case $? in [{allowed}]) ;; *) exit 2;; esac', "sh",
+                        "env", f"PYTHONPATH={ROOT}", *VLLM_PD, *command, "--broker", self.url, "--keys",
                         str(self.keys)).splitlines()
 
     def engine(self, host: Host, role: str, head_size: int = SMALL_HEAD,

@@ -177,10 +177,11 @@ class Host:
         """That device sends as fast as it can again."""
         self._space.run("tc", "qdisc", "del", "dev", device, "root")
 
-    def drop(self, device: str, ports: str = "") -> None:
-        """Its firewall drops whatever comes in by that device, or to those TCP ports of it ("30000-30099"), until
-        `accept`."""
-        self._filter(f'iifname "{device}" {f"tcp dport {ports} " if ports else ""}drop')
+    def drop(self, device: str, ports: str = "", other: Host | None = None) -> None:
+        """Its firewall drops whatever comes in by that device, from `other` or from everybody, or to those TCP ports of
+        it ("30000-30099"), until `accept`."""
+        source = "" if other is None else f"ip saddr {other.ip} "
+        self._filter(f'iifname "{device}" {source}{f"tcp dport {ports} " if ports else ""}drop')
 
     def reject(self, other: Host, device: str = "eth0") -> None:
         """Its firewall answers with a reset whatever `other` sends by TCP to that device: connections that are open end

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.model.checks import check_nixl
-from vllm_pd.rpc.addresses import is_loopback
+from vllm_pd.rpc.addresses import is_loopback, url_of
 from vllm_pd.rpc.ports import is_free
 from vllm_pd.transfer.nixl import devices
 from vllm_pd.transfer.nixl.agent import NixlAgent
@@ -43,6 +43,7 @@ def test_b109_an_agent_listens_at_its_host_alone(host):
     before = listening()
     agent = NixlAgent("listening", progress_thread=True, host=host)
     assert {ip for ip, _ in listening() - before} == {"127.0.0.1" if host.startswith("127.") else host}
+    assert set(agent.listens) == {url_of(*one) for one in listening() - before}
     assert agent.metadata() and VARIABLE not in os.environ and FAMILY not in os.environ
 
 

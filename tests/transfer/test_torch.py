@@ -21,6 +21,7 @@ from tests.forked import freeze
 from tests.verdict import same_bytes
 from tests.waiting import wait_for
 from vllm_pd.errors import ConfigError, TransferError
+from vllm_pd.rpc.addresses import url_of
 from vllm_pd.rpc.ports import is_free
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
@@ -38,7 +39,7 @@ from vllm_pd.transfer.torch.link import (
 from vllm_pd.transfer.torch.receiver import MAX_CONNECTIONS, Grants
 from vllm_pd.transfer.torch.sender import TorchAddress
 from vllm_pd.transfer.torch.transport import TorchTransport
-from vllm_pd.transfer.transport import PeerMetadata
+from vllm_pd.transfer.transport import PeerMetadata, kv_addresses
 
 STALL_S = 3.0  # in the tests of stopped processes; a busy machine stops a process for 1 s
 MANY = list(range(1000))  # 100 MB: several stages of each buffer
@@ -254,6 +255,7 @@ def test_b23_a_connection_that_ended_between_two_writes_costs_none(rank):
 def test_b29_junk_at_the_socket_harms_nobody(rank):
     p, d = rank("p-good"), rank("d-junk")
     address = address_of(d.transport.metadata())
+    assert kv_addresses(d.transport.metadata()) == [url_of(address.host, address.port)], "where all may try it"
     junk = []
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00\x00\x00\x05junk!", b"\x00\x00\x00\x00"):
         junk.append(socket.create_connection((address.host, address.port)))

@@ -73,7 +73,7 @@ class LateAgent:
     waves."""
 
     def __init__(self, name: str, progress_thread: bool, host: str) -> None:
-        self.name = name
+        self.name, self.listens = name, ()
         self.fails: TransferState | None = TransferState.FAILED
         self.posted = 0
         self.refuses = False  # to make a further wave

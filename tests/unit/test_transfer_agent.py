@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pd.errors import TransferError
+from vllm_pd.transfer.nixl import agent
 from vllm_pd.transfer.nixl.agent import NixlAgent
 
 
@@ -29,5 +30,6 @@ class Library:
 @pytest.mark.parametrize("error", [Library.nixlBackendError, RuntimeError, MemoryError, ValueError, TypeError])
 def test_b27_a_post_that_raises_has_failed(error, monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", SimpleNamespace(_bindings=Library(error)))
+    monkeypatch.setattr(agent, "listening", set)
     with pytest.raises(TransferError, match=f"{error.__name__}: injected"):
         NixlAgent("p", progress_thread=False).post(1)

@@ -26,6 +26,7 @@ from vllm_pd.model.installation import PLUGIN, World, check_installation, find_i
 from vllm_pd.ops.doctor_gpu import check_gpu
 from vllm_pd.ops.finding import Finding, run_native
 from vllm_pd.ops.launch.plan import engines_run_on_cpu
+from vllm_pd.ops.paths import check_paths
 from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
@@ -46,6 +47,15 @@ from vllm_pd.transfer.nixl.agent import NixlAgent
 NixlAgent("vllm-pd-doctor", False)
 print("nixl", version("nixl"), "with UCX")
 """
+
+
+def examine_paths(engine: str, broker: str | None, access: Access) -> list[Finding]:
+    """The broker and its engines, and the paths between that engine and its peers. Nothing of this machine. Raises
+    ConfigError where there is no broker, or no such engine."""
+    if broker is None:
+        raise ConfigError("--from", engine, "give --broker, where it is registered")
+    findings = [*check_peers(broker, access)]
+    return [*findings, *check_paths(engine, broker, access)] if findings[0].ok else findings
 
 
 def examine(broker: str | None, ports: Sequence[int], access: Access | None = None) -> list[Finding]:

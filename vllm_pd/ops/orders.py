@@ -2,11 +2,13 @@
 """An operator's orders to a running engine: drain, change the role, report the status."""
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm_pd.broker.members import Access, list_members
 from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.messages import Member
 from vllm_pd.rpc.call import Call
 
 POLL_S = 0.5
@@ -26,16 +28,23 @@ def find_engine(engine: str, broker: str, access: Access, timeout_s: float = 5.0
     `list_members` raises."""
     if engine.startswith("tcp://"):
         return EngineAddress(engine)
-    members = list_members(broker, timeout_s, access).members
-    found = [member for member in members if engine and member.incarnation.startswith(engine)]
+    member = choose_engine(engine, list_members(broker, timeout_s, access).members)
+    return EngineAddress(member.address, member.incarnation)
+
+
+def choose_engine(engine: str, members: Sequence[Member]) -> Member:
+    """That whose incarnation begins with `engine`, or whose control address it is. Raises ConfigError where none or
+    more than one fits."""
+    found = [member for member in members
+             if engine and (member.incarnation.startswith(engine) or member.address == engine)]
     if len(found) == 1:
-        return EngineAddress(found[0].address, found[0].incarnation)
+        return found[0]
     listed = ", ".join(map(introduce, found or members))
     raise ConfigError("ENGINE", engine, f"{'more than one begins so' if found else 'no such engine is registered'}: "
                       f"write one of {listed or 'those that you start; there is none now'}")
 
 
-def introduce(member: m.Member) -> str:
+def introduce(member: Member) -> str:
     """A registry entry on one line."""
     return (f"{member.incarnation[:12]} ({member.role.value}{', draining' if member.draining else ''} at "
             f"{member.address})")
@@ -103,7 +112,7 @@ def say_gone(engine: str, broker: str, access: Access, timeout_s: float = 5.0) -
     return lines or ["no other engine is registered"]
 
 
-def _answer(member: m.Member, order: m.Message, access: Access, timeout_s: float) -> str:
+def _answer(member: Member, order: m.Message, access: Access, timeout_s: float) -> str:
     """Give an engine this order. Returns what comes of it, or why nothing does."""
     try:
         with Operator(EngineAddress(member.address, member.incarnation), access) as operator:

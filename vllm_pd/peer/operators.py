@@ -13,10 +13,12 @@ from vllm_pd.peer.core import Session, locked
 from vllm_pd.peer.degraded import Cause, Degraded
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.attempts import AttemptState
+from vllm_pd.transfer.transport import kv_addresses
 
 logger = logging.getLogger("vllm.pd")
 
 SHOWN_NAMES = 3
+MAX_REASON_CHARS = 1000
 
 _OTHER_WEIGHTS = ("the weights of this engine were replaced while it ran: it takes no jobs of others and hands none "
                   "over; restart it")
@@ -114,6 +116,23 @@ class OperatorSession(Session):
         writers = () if self._decode.limits.own_fence else self._decode.fenced().values()
         readers = [one.incarnation for one in self._prefill.holds.states().values() if one is not None]
         return dict(collections.Counter([*writers, *readers]).most_common(m.MAX_FENCES))
+
+    @locked
+    def listens(self) -> tuple[str, ...]:
+        """Where the ranks of this engine listen for KV by TCP; the first."""
+        return tuple(kv_addresses(self._core.generations.metadata)[:m.MAX_LISTENS])
+
+    @locked
+    def pair_faults(self) -> dict[str, str]:
+        """Why this engine does not work with a peer, by the peer's name, as far as it knows; the first."""
+        now = self._clock()
+        faults = dict.fromkeys(self._core.failed_paths.avoided(now),
+                               "prompts went there in vain, and it is tried again within a minute")
+        faults |= dict.fromkeys(self._prefill.unreached_peers(now), "it does not answer")
+        faults |= dict.fromkeys(self._parted, "a transfer between the two has failed, and both make new agents")
+        faults |= {name: f"the transport can't add it: {reason[:MAX_REASON_CHARS]}"
+                   for name, reason in self._prefill.unadded_peers().items()}
+        return dict(list(faults.items())[:m.MAX_FENCES])
 
     @locked
     def lasting_attempts(self) -> set[m.Attempt]:

@@ -88,6 +88,11 @@ class ControlSockets:
         except (zmq.ZMQError, OSError) as error:
             raise ConfigError(key, address, f"{error}; name a free address, like tcp://127.0.0.1:0") from error
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether connections are encrypted, and only those with the cluster's key are let in."""
+        return self._keys is not None
+
     def watch(self, descriptor: int) -> None:
         """Let `poll` also return when this descriptor is readable; the caller reads it."""
         self._watched.add(descriptor)

@@ -17,6 +17,7 @@ from vllm_pd.peer.notices import Notices
 from vllm_pd.peer.poster import MetaserverPoster
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.peer.sockets import ControlSockets
+from vllm_pd.peer.trials import AddressTrials
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, Connect, Disconnect, PostJob, StopPost, ToBroker, ToDecode, ToPrefill
 from vllm_pd.rpc.sockets import SendResult
@@ -45,6 +46,7 @@ class ControlThread:
         self.liveness = LivenessMonitor()
         self._notices = Notices(lasting=look is not None)
         self._direct = DirectJobs()
+        self._trials: AddressTrials[tuple[MessageSource, str]] = AddressTrials(local_only=not sockets.has_keys)
         self._poster = poster
         self._wake = wake
         self._look = look or (lambda pause_s, lasts_s: wake())
@@ -55,7 +57,7 @@ class ControlThread:
         self._warned: str | None = None
         self._next_warning = 0.0
         self._degraded_log = DegradedLog(protocol.control.ttl_s)
-        for source in (lifeline, self.liveness):
+        for source in (lifeline, self.liveness, self._trials):
             sockets.watch(source.fileno())
         self._thread = threading.Thread(target=self._main, name="vllm-pd-control", daemon=True)
         self._control.set_wakeup(self._wakeup)
@@ -108,6 +110,7 @@ class ControlThread:
                 self._poster.close()
             self.sockets.close(LINGER_MS)
             self.liveness.close()
+            self._trials.close()
 
     def _leave(self) -> None:
         """Send what the engine still has to say, cancel what it had asked for, have others end their reads, and say
@@ -130,6 +133,7 @@ class ControlThread:
         self._transmit()
         self._wake_engine()
         self._lifeline.accept_waiting()
+        self._report_trials()
         self._check_liveness()
         self._warn()
         self._control.handle_timeout()
@@ -144,7 +148,8 @@ class ControlThread:
         self._wake_engine()
 
     def _timeout_s(self) -> float:
-        due = [self._control.next_timeout(), self._notices.next_look, self.liveness.next_timeout()]
+        due = [self._control.next_timeout(), self._notices.next_look, self.liveness.next_timeout(),
+               self._trials.next_timeout()]
         return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     # What comes in.
@@ -161,6 +166,8 @@ class ControlThread:
     def _receive(self, source: MessageSource, sender: str, message: m.Message) -> None:
         if isinstance(message, m.DirectJob):
             self._take_job(sender, message.job)
+        elif isinstance(message, m.TryAddresses):
+            self._trials.add((source, sender), message.addresses)
         elif source in (MessageSource.OPERATOR, MessageSource.FRONT):
             self._answer_operator(source, sender, message)
         elif not self._control.receive(source, sender, message):
@@ -194,11 +201,19 @@ class ControlThread:
             problem = self._control.operator_says_gone(message.incarnation)
         elif source is MessageSource.FRONT and message.http:
             self._protocol.operators.set_http(message.http)
-        status = self._protocol.operators.status(self.count_sockets(), problem)
+        self._to_operator(source, sender, self._protocol.operators.status(self.count_sockets(), problem))
+
+    def _report_trials(self) -> None:
+        """Say what has come of the addresses that this engine was to try."""
+        for (source, sender), trials in self._trials.poll(self._clock()):
+            operators = self._protocol.operators
+            self._to_operator(source, sender, m.AddressesTried(trials, operators.listens(), operators.pair_faults()))
+
+    def _to_operator(self, source: MessageSource, sender: str, message: m.Message) -> None:
         if source is MessageSource.FRONT:
-            self.sockets.to_front(sender, status)
+            self.sockets.to_front(sender, message)
         else:
-            self.sockets.to_operator(sender, status)
+            self.sockets.to_operator(sender, message)
 
     # What is due.
 

@@ -29,6 +29,8 @@ MAX_UNREACHED = 256  # of one P; each goes to everybody
 MAX_DETOURS = 64  # Ps, in one job
 MAX_ZONE_CHARS = 64
 MAX_FENCES = 1024  # peers, in one status
+MAX_TRIED = 64  # addresses, in one order
+MAX_LISTENS = 1024  # of one engine: its ranks' network devices
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
 SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
 
@@ -470,7 +472,7 @@ class Status(WireMessage):
 
 
 class StatusReply(WireMessage):
-    """Answer to the four above. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
+    """Answer to the four above it. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
     `degraded` says why the engine has nobody to work with, empty where it has. `fences`: how many attempts each peer
     may still write or read here."""
     member: Member
@@ -478,6 +480,29 @@ class StatusReply(WireMessage):
     gauges: dict[Name, Count] = {}
     degraded: Text = ""
     fences: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_FENCES)] = {}
+
+
+class TryAddresses(WireMessage):
+    """Begin a connection by TCP to each of these addresses, send nothing, and close it again. An engine without keys
+    tries those of the loopback only. An address of another kind than `tcp://ADDRESS:PORT` can't be tried."""
+    addresses: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TRIED)] = ()
+
+
+class Trial(StrEnum):
+    """What has come of beginning a connection."""
+    OPEN = "open"
+    REFUSED = "refused"
+    SILENT = "silent"
+    NO_ROUTE = "no_route"
+    FAILED = "failed"  # in another way, or it could not be tried
+
+
+class AddressesTried(WireMessage):
+    """Answer to `TryAddresses`: what has come of each. `listens`: where the ranks of this engine listen for KV by TCP.
+    `faults`: why it does not work with a peer, where it knows."""
+    trials: Annotated[dict[Text, Trial], msgspec.Meta(max_length=MAX_TRIED)] = {}
+    listens: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LISTENS)] = ()
+    faults: Annotated[dict[Name, Text], msgspec.Meta(max_length=MAX_FENCES)] = {}
 
 
 # Between an engine and its own front end.
@@ -503,15 +528,15 @@ TO_DECODE: tuple[type[WireMessage], ...] = (Hello, Claim, Renew, Writing, Sent, 
                                             HoldDenied, HoldQuery)
 TO_PREFILL: tuple[type[WireMessage], ...] = (HelloReply, Refused, Grant, Deny, Renewed, Cancel, ClaimHold, HoldDone)
 TO_BROKER: tuple[type[WireMessage], ...] = (Register, Leave, Put, Withdraw, Credit, ListMembers)
-TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Gone, Status)  # from an operator
-TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply,)
+TO_ENGINE: tuple[type[WireMessage], ...] = (Drain, SetRole, Gone, Status, TryAddresses)  # from an operator
+TO_OPERATOR: tuple[type[WireMessage], ...] = (StatusReply, AddressesTried)
 FROM_FRONT: tuple[type[WireMessage], ...] = (*TO_ENGINE, DirectJob)
 FROM_BROKER: tuple[type[WireMessage], ...] = (Heard, Peers, PutReply, Offer, Refused)
 
 Message = (Hello | HelloReply | Refused | Claim | Grant | Deny | Renew | Renewed | Writing | Sent | Failed | Cancel
            | GaveUp | Stopped | Register | Heard | Peers | Leave | Put | PutReply | Withdraw | Credit | Offer
-           | ListMembers | Drain | SetRole | Gone | Status | StatusReply | ClaimHold | HoldGrant | HoldDenied
-           | HoldQuery | HoldDone | DirectJob | DirectJobTaken | DirectJobEnd)
+           | ListMembers | Drain | SetRole | Gone | Status | StatusReply | TryAddresses | AddressesTried | ClaimHold
+           | HoldGrant | HoldDenied | HoldQuery | HoldDone | DirectJob | DirectJobTaken | DirectJobEnd)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):

@@ -28,10 +28,12 @@ MAX_RANKS = 64  # of one engine, over all pipeline stages
 
 
 class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to know of one rank: its name, how to reach its memory, and the layout of its cache."""
+    """What a peer needs to know of one rank: its name, how to reach its memory, and the layout of its cache. `listens`:
+    at which addresses of TCP, as far as it does; one of an older release does not say."""
     name: str
     agent: bytes  # the library's own metadata
     cache: CacheDescription
+    listens: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """A CRC-32 and the message.
@@ -77,6 +79,18 @@ class RanksMetadata(msgspec.Struct, frozen=True, array_like=True):
             return msgspec.msgpack.decode(metadata, type=cls)
         except UNREADABLE as error:
             raise TransferError(f"metadata of peer {name} can't be read: {error}") from error
+
+
+def kv_addresses(metadata: bytes) -> list[str]:
+    """Where an engine, or a rank, with this metadata listens for KV by TCP. Empty where it does not say."""
+    try:
+        ranks = RanksMetadata.decode("of any name", metadata).ranks
+    except TransferError:
+        ranks = [metadata]
+    try:
+        return [address for rank in ranks for address in PeerMetadata.decode_any(rank).listens]
+    except TransferError:
+        return []
 
 
 def rank_name(engine: str, rank: int) -> str:

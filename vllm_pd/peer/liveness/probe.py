@@ -6,10 +6,10 @@ There is no thread: the caller polls `fileno` together with its other sockets; `
 import errno
 import select
 import socket
-from urllib.parse import urlsplit
 
 from vllm_pd.peer.liveness.lifeline import GREETING_BYTES, MAGIC, greeting
 from vllm_pd.peer.liveness.rules import ProbeAnswer
+from vllm_pd.rpc.tcp import begin_connect
 
 PROBE_TIMEOUT_S = 0.5
 MAX_PROBES = 64
@@ -45,17 +45,9 @@ class TcpProbes:
     def start(self, now: float, incarnation: str, address: str) -> None:
         """Connect to this lifeline; `poll` returns the answer."""
         try:
-            url = urlsplit(address)
-            family, kind, protocol, _, where = socket.getaddrinfo(
-                url.hostname, url.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-            connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-        except (OSError, ValueError):  # no address of a socket, or no descriptor left for one
-            self._answers.append((incarnation, ProbeAnswer.NOTHING))
-            return
-        code = connection.connect_ex(where)
-        if code not in (0, errno.EINPROGRESS):
-            connection.close()
-            self._answers.append((incarnation, _meaning(code)))
+            connection = begin_connect(address)
+        except (OSError, ValueError) as error:
+            self._answers.append((incarnation, _meaning(getattr(error, "errno", None))))
             return
         self._probes[connection.fileno()] = _Probe(incarnation, now + PROBE_TIMEOUT_S, connection)
         self._epoll.register(connection.fileno(), select.EPOLLIN | select.EPOLLOUT)
@@ -108,7 +100,7 @@ class TcpProbes:
         self._answers.append((probe.incarnation, answer))
 
 
-def _meaning(code: int) -> ProbeAnswer:
+def _meaning(code: int | None) -> ProbeAnswer:
     return ProbeAnswer.REFUSED if code == errno.ECONNREFUSED else ProbeAnswer.NOTHING
 
 

@@ -21,6 +21,7 @@ from enum import Enum
 import numpy as np
 
 from vllm_pd.errors import TransferError
+from vllm_pd.rpc.tcp import listening
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.nixl.devices import CURE, only_devices_of
 
@@ -40,8 +41,9 @@ class TransferState(Enum):
 
 
 class NixlAgent:
-    """A NIXL agent named `name`, which listens at `host`, an address (`vllm_pd.transfer.nixl.devices`). Every
-    method raises TransferError for any error of the library. After `destroy` no other method may be called.
+    """A NIXL agent named `name`, which listens at `host`, an address (`vllm_pd.transfer.nixl.devices`): by TCP at
+    `listens`. Every method raises TransferError for any error of the library. After `destroy` no other method may be
+    called.
 
     Handles are integers. The caller owns them and must release them. Descriptor rows are uint64 [n, 5] = address,
     bytes, device, stride in bytes, count: row `i` stands for `count` descriptors of `bytes` bytes, `stride` apart.
@@ -63,10 +65,12 @@ class NixlAgent:
         self._agent = nixl.nixlAgent(name, config)
         self._destroyed: weakref.ref | None = None
         with only_devices_of(host) as devices:
+            before = listening()
             try:
                 self._backends = [self._agent.createBackend("UCX", {})]
             except Exception as error:  # see `_call`
                 raise TransferError(f"NIXL makes no UCX with {devices}: {error}: install nixl again, {CURE}") from error
+            self.listens = tuple(sorted(listening() - before))
         logger.info("KV over UCX: %s", devices)
 
     def destroy(self) -> bool:

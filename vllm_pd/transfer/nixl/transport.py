@@ -124,7 +124,8 @@ class NixlTransport:
         self._unseen = False  # whether a notice was sent without data since the last poll
         self._registered = self._agent.register([(address, size, description.device_id)
                                                  for address, size in regions(caches)], description.memory)
-        self._metadata = PeerMetadata(name, self._agent.metadata(), description).encode()
+        self._metadata = PeerMetadata(name, self._agent.metadata(), description,
+                                      self._agent.listens).encode()
         self._peers: dict[str, _NixlPeer] = {}
         self._dropped: set[str] = set()  # peers to remove after their last transfer has ended
         self._broken: set[str] = set()  # peers with which a transfer has failed

@@ -28,6 +28,7 @@ import msgspec
 import torch
 
 from vllm_pd.errors import TransferError
+from vllm_pd.rpc.addresses import url_of
 from vllm_pd.rpc.codec import UNREADABLE
 from vllm_pd.transfer.layout import CacheDescription, Memory
 from vllm_pd.transfer.plan import pair_blocks, plan
@@ -87,12 +88,12 @@ class TorchTransport:
         self._open: dict[str, _OpenWrite] = {}
         self._closed = False
         self._receiver: WriteReceiver | None = None
-        address = TorchAddress(host, 0, b"")
+        address, listens = TorchAddress(host, 0, b""), ()
         if receives:
             token = os.urandom(32)
             self._receiver = WriteReceiver(host, token, caches, description, self._context, self._notices)
-            address = TorchAddress(host, self._receiver.port, token)
-        self._metadata = PeerMetadata(name, msgspec.msgpack.encode(address), description).encode()
+            address, listens = TorchAddress(host, self._receiver.port, token), (url_of(host, self._receiver.port), )
+        self._metadata = PeerMetadata(name, msgspec.msgpack.encode(address), description, listens).encode()
 
     def metadata(self) -> bytes:
         """See Transport."""

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TCP without waiting: connections that are only begun, and where this process listens."""
+import errno
+import os
+import socket
+from urllib.parse import urlsplit
+
+from vllm_pd.rpc.addresses import url_of
+
+
+def begin_connect(url: str) -> socket.socket:
+    """A connection to `tcp://ADDRESS:PORT` that is being made. Once it can be written to, its SO_ERROR says what has
+    come of it. Looks no name up. Raises OSError with the kernel's number where it has failed at once, or no descriptor
+    is left for it, ValueError for what is no address."""
+    parts = urlsplit(url)
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        parts.hostname, parts.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+    code = connection.connect_ex(where)
+    if code not in (0, errno.EINPROGRESS):
+        connection.close()
+        raise OSError(code, os.strerror(code), url)
+    return connection
+
+
+def listening() -> set[str]:
+    """The addresses at which this process listens, as `tcp://ADDRESS:PORT`."""
+    found: set[str] = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            one = socket.socket(fileno=int(name))
+        except OSError:  # no socket, or closed by now
+            continue
+        try:
+            if (one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+                    and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
+                found.add(url_of(*one.getsockname()[:2]))
+        except OSError:
+            continue
+        finally:
+            one.detach()  # it is another's
+    return found
