@@ -6,8 +6,8 @@ tokens behind those that were accepted. A drafter with KV ("eagle") has a second
 the block's tokens: what it holds depends on the next token, too, as that of an EAGLE head does. A drafter that reads
 anything else there would guess worse, without a sign; here it is an error.
 
-One such error is stock V1's own, and is counted only: of two blocks with equal tokens V1 keeps one, and the entry of its
-last token may be that of the other's next token.
+One such error is stock V1's own, and is counted only: of two blocks with equal tokens V1 keeps one, and the entry of
+its last token may be that of the other's next token.
 """
 import collections
 import random
@@ -17,7 +17,7 @@ from typing import Any
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from tests.v1.simulated import VOCAB, Engine, WrongRead, contents, digest
+from tests.v1.simulated import VOCAB, Engine, contents, digest
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.transfer.requests import Read, Write
 
@@ -102,8 +102,8 @@ class DraftingEngine(Engine):
                          is_chunk: bool, drafts: list[int]) -> list[int]:
         if start is None:
             start = self._computed[name]
-            drafts = [guess if one == NOT_YET else one for one, guess in
-                      zip(drafts, self._guessed.get(name, []) + [WRONG] * TOKENS)]
+            guessed = self._guessed[name] + [WRONG] * TOKENS
+            drafts = [guessed[at] if one == NOT_YET else one for at, one in enumerate(drafts)]
         plain = count - len(drafts)
         before = known[:start + plain]
         super()._compute(name, start, count, block_ids, before + drafts, is_chunk=True)
