@@ -77,7 +77,7 @@ def drafter_digest(config: VllmConfig) -> str:
     drafting = config.speculative_config
     draft = drafting.draft_model_config
     settings = [_settings(draft.hf_config.to_dict()), draft.quantization, draft.code_revision,
-                drafting.parallel_drafting]
+                drafting.parallel_drafting, drafting.use_heterogeneous_vocab]
     return f"{drafting.method}:{digest_settings(draft, settings, _load_config(config))}"
 
 

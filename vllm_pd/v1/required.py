@@ -273,6 +273,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("SpeculativeConfig.draft_model_config", "in the fingerprint"),
         Required("SpeculativeConfig.draft_load_config", "in the fingerprint"),
         Required("SpeculativeConfig.parallel_drafting", "in the fingerprint"),
+        Required("SpeculativeConfig.use_heterogeneous_vocab", "in the fingerprint"),
         Required("SpeculativeConfig.kv_cache_dtype", "refused, but for the target's"),
     ),
     "config/scheduler.py": (

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real V1 engines with an EAGLE head, real transfers: tokens and each draft as one stock engine with the same head has
+them (B1, B2, B113). A drafter whose KV of a prompt is missing, or is another's, changes no token: it drafts otherwise.
+Without KV, by the prompt's own tokens: tests/v1/test_real_engines.py.
+"""
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.brokers import BrokerProcess
+from tests.v1.real_engines import RealEngine
+from tests.v1.test_real_engines import done, prompts
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0, "push_chunks": True}
+HEAD = Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-eagle")
+BLOCK, STEP = 32, 256  # tokens
+LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
+
+
+@pytest.fixture(scope="module")
+def engines(logs):
+    """A stock engine, P and D, all with the same head; D drafts fewer tokens than P."""
+    broker = BrokerProcess()
+    for name in ("stock", "p", "d"):
+        (logs / f"{name}.drafts").touch()
+    made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, drafts=str(logs / f"{name}.drafts"),
+                       speculative_config={"method": "eagle", "model": str(HEAD), "num_speculative_tokens": tokens},
+                       max_num_batched_tokens=STEP, max_model_len=1024)
+            for role, name, tokens in ((None, "stock", 3), ("kv_producer", "p", 2), ("kv_consumer", "d", 3))]
+    for one in made:
+        one.ready()
+    stock, _, d = made
+    wait_for(lambda: d.generate(prompts(0, (300, ))) and done(d), "nothing goes remote")
+    yield stock, d
+    for one in made:
+        one.stop()
+    broker.stop()
+
+
+def drafts(logs: Path, name: str) -> list[str]:
+    """What this engine has drafted, since the last call."""
+    file = logs / f"{name}.drafts"
+    found = file.read_text(encoding="utf-8").splitlines()
+    file.write_text("", encoding="utf-8")
+    return sorted(found)
+
+
+def test_b113_tokens_and_drafts_are_those_of_one_stock_engine(engines, logs):
+    """One prompt after the other, each in several steps, then others with the beginning of these, in blocks of their
+    own and of others; and aborts between."""
+    stock, d = engines
+    draw = random.Random(113)
+    many = prompts(113, LENGTHS)
+    many += [one[:draw.randrange(BLOCK, len(one))] + prompts(draw.random(), (draw.randrange(1, 300), ))[0]
+             for one in many] + prompts(114, [draw.randrange(41, 500) for _ in LENGTHS])
+    before = done(d)
+    drafts(logs, "d")
+    for number, one in enumerate(many):
+        assert stock.generate([one], 12) == d.generate([one], 12), f"{number}: {len(one)} tokens"
+        theirs, ours = drafts(logs, "stock"), drafts(logs, "d")
+        assert theirs == ours, f"{number}: {len(one)} tokens"
+        if number % 4 == 0:
+            d.abort(prompts(-number, (draw.randrange(41, 900), )), draw.choice((0.0, 0.02, 0.1)))
+            drafts(logs, "d")
+    assert done(d) >= before + 0.7 * len(many)
