@@ -22,6 +22,7 @@ START_S = 600.0
 ANSWER_S = 600.0
 LABELS = ("model_name", "engine")  # the same in all samples
 USAGE = "vllm:kv_cache_usage_perc"  # the share of its blocks that somebody has
+FIGURES = ("vllm:pd_", "vllm:spec_decode_", USAGE)
 _FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
@@ -137,7 +138,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
             from prometheus_client import REGISTRY
             connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k not in LABELS)}":
                              sample.value for family in REGISTRY.collect() for sample in family.samples
-                             if sample.name.startswith("vllm:pd_") or sample.name == USAGE})
+                             if sample.name.startswith(FIGURES)})
         else:
             llm.llm_engine.engine_core.shutdown()
             os._exit(0)
