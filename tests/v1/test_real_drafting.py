@@ -17,7 +17,8 @@ from tests.waiting import wait_for
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0, "push_chunks": True}
 HEAD = Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-eagle")
-BLOCK, STEP = 32, 256  # tokens
+BLOCK, STEP, TOKENS = 32, 256, 6
+AT_ONCE = 4  # prompts: as many as may be parked at a time
 LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
 
 
@@ -41,29 +42,36 @@ def engines(logs):
     broker.stop()
 
 
-def drafts(logs: Path, name: str) -> list[str]:
-    """What this engine has drafted, since the last call."""
+def drafts(logs: Path, name: str) -> dict[str, str]:
+    """What this engine has drafted since the last call, by a digest of the tokens before."""
     file = logs / f"{name}.drafts"
-    found = file.read_text(encoding="utf-8").splitlines()
+    found = dict(line.split(" ", 1) for line in file.read_text(encoding="utf-8").splitlines())
     file.write_text("", encoding="utf-8")
-    return sorted(found)
+    return found
 
 
 def test_b113_tokens_and_drafts_are_those_of_one_stock_engine(engines, logs):
-    """One prompt after the other, each in several steps, then others with the beginning of these, in blocks of their
-    own and of others; and aborts between."""
-    stock, d = engines
+    """Prompts that mostly need several steps, then others with the beginning of these, and new ones, with aborts
+    between. A stock engine alone drafts otherwise now and then if it computes a prompt in other steps (two of 72
+    drafts seen); where the drafter's KV of prompts is missing, most drafts differ."""
+    _, d = engines
     draw = random.Random(113)
     many = prompts(113, LENGTHS)
     many += [one[:draw.randrange(BLOCK, len(one))] + prompts(draw.random(), (draw.randrange(1, 300), ))[0]
-             for one in many] + prompts(114, [draw.randrange(41, 500) for _ in LENGTHS])
+             for one in many] + prompts(114, [draw.randrange(41, 400) for _ in range(12)])
     before = done(d)
-    drafts(logs, "d")
-    for number, one in enumerate(many):
-        assert stock.generate([one], 12) == d.generate([one], 12), f"{number}: {len(one)} tokens"
-        theirs, ours = drafts(logs, "stock"), drafts(logs, "d")
-        assert theirs == ours, f"{number}: {len(one)} tokens"
-        if number % 4 == 0:
-            d.abort(prompts(-number, (draw.randrange(41, 900), )), draw.choice((0.0, 0.02, 0.1)))
-            drafts(logs, "d")
+    theirs, ours = {}, {}
+    for first in range(0, len(many), AT_ONCE):
+        batch = many[first:first + AT_ONCE]
+        drafts(logs, "d")
+        for engine in engines:
+            engine.ask(batch, TOKENS)
+        right, got = ([tokens for tokens, _ in engine.answer()] for engine in engines)
+        assert got == right, first
+        theirs |= drafts(logs, "stock")
+        ours |= drafts(logs, "d")
+        d.abort(prompts(-first, (draw.randrange(41, 900), )), draw.choice((0.0, 0.02, 0.1)))
     assert done(d) >= before + 0.7 * len(many)
+    assert theirs.keys() == ours.keys(), "others were accepted"
+    differ = sum(theirs[key] != ours[key] for key in theirs)
+    assert differ <= 0.03 * len(theirs), f"{differ} of {len(theirs)} drafts differ"
