@@ -219,6 +219,7 @@ def models(engine: EngineEnvironment, python: Path) -> tuple[Path, Path]:
     def tiny(folder: Path) -> None:
         process.run([python, make, folder / "tiny-llama", "--tokenizer", model], env=env)
         process.run([python, make, folder / "tiny-mixtral", "--tokenizer", model, "--experts", "8"], env=env)
+        process.run([python, make, folder / "tiny-eagle", "--tokenizer", model, "--drafter"], env=env)
 
     return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny models") / "tiny-llama"
 

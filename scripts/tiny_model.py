@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a tiny random Llama for tests that need an engine but no sense in its answers.
 
-    python scripts/tiny_model.py DEST --tokenizer MODEL [--experts N | --latent]
+    python scripts/tiny_model.py DEST --tokenizer MODEL [--experts N | --latent | --drafter]
 
 4 layers, 8 query and 4 KV heads of size 32, the vocabulary and the tokenizer of MODEL (the real small model's
 folder); weights from a fixed seed, about 30 MB in bfloat16. With --experts a tiny Mixtral: 2 layers, of whose N experts
 each token takes two. With --latent a tiny DeepSeek-V2: 2 dense layers with multi-head latent attention (MLA), whose KV
-has the only size that vLLM's CPU kernel has, 576; it needs transformers 5. DEST appears as a whole or not at all.
+has the only size that vLLM's CPU kernel has, 576; it needs transformers 5. With --drafter an EAGLE head for the tiny
+Llama: one random layer over the embedding of the next token. DEST appears as a whole or not at all.
 """
 
 import argparse
@@ -25,7 +26,7 @@ LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_
           "num_experts_per_tok": 1}  # fmt: skip
 
 
-def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False) -> None:
+def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False, layers: int = 4) -> None:
     import torch
     import transformers
     from transformers import AutoConfig
@@ -40,7 +41,7 @@ def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False) ->
         vocab_size=real.vocab_size,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=2 if experts or latent else 4,
+        num_hidden_layers=2 if experts or latent else layers,
         num_attention_heads=8,
         max_position_embeddings=real.max_position_embeddings,
         rope_theta=getattr(real, "rope_theta", None) or real.rope_parameters["rope_theta"],  # transformers 4, or 5
@@ -58,6 +59,23 @@ def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False) ->
             shutil.copy(tokenizer / name, dest / name)
 
 
+def make_drafter(tokenizer: Path, dest: Path) -> None:
+    """The tiny Llama with one layer, as a checkpoint of an EAGLE head has it: without embeddings, which are the
+    target's, and with a layer that joins those and the target's last hidden states."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make(tokenizer, dest, layers=1)
+    file = dest / "model.safetensors"
+    head = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()
+            if name.startswith("model.layers.")}  # fmt: skip
+    hidden = head["layers.0.post_attention_layernorm.weight"].numel()
+    del head["layers.0.input_layernorm.weight"]  # the first layer of a head has none
+    eye = torch.eye(hidden, dtype=torch.bfloat16)
+    head["fc.weight"] = torch.cat([eye, 0.1 * eye], dim=1).contiguous()
+    save_file(head, file, metadata={"format": "pt"})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("dest", type=Path, metavar="DEST", help="folder to make")
@@ -65,13 +83,17 @@ def main() -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts instead")
     kind.add_argument("--latent", action="store_true", help="a model with multi-head latent attention instead")
+    kind.add_argument("--drafter", action="store_true", help="a drafter for the tiny Llama instead")
     args = parser.parse_args()
     if args.dest.exists() and (not args.dest.is_dir() or any(args.dest.iterdir())):
         parser.error(f"DEST {args.dest}: name a folder that does not exist or is empty")
     partial = args.dest.with_name(args.dest.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    make(args.tokenizer, partial, args.experts, args.latent)
+    if args.drafter:
+        make_drafter(args.tokenizer, partial)
+    else:
+        make(args.tokenizer, partial, args.experts, args.latent)
     os.rename(partial, args.dest)
     return 0
 

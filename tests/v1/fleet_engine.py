@@ -20,19 +20,22 @@ import vllm_pd.handover.prefill
 import vllm_pd.v1.binding
 import vllm_pd.v1.decode
 import vllm_pd.v1.prefill
+from tests.v1.drafting import DraftingEngine, with_drafter
 from tests.v1.simulated import Engine, FakeAccess, FakeTransfer, answer
 from vllm_pd.protocol import messages as m
 from vllm_pd.transfer.requests import Notice, Read, Write
 
 MAX_NUM_SEQS = 6
+SLOTS = 2 * BLOCK_SIZE  # of a block: a drafter's are behind those of the model
 _TIMED = (vllm_pd.handover.decode, vllm_pd.handover.engine, vllm_pd.handover.prefill, vllm_pd.v1.binding,
           vllm_pd.v1.decode, vllm_pd.v1.prefill)
 
 
 @functools.cache
-def _config(folder: Path, in_flight: int, blocks: int, caching: bool, chunk: int):
-    return Engine(folder, in_flight, blocks=blocks, caching=caching, batch_tokens=chunk, max_num_seqs=MAX_NUM_SEQS,
-                  block_size=BLOCK_SIZE).config
+def _config(folder: Path, in_flight: int, blocks: int, caching: bool, chunk: int, drafter: str):
+    config = Engine(folder, in_flight, blocks=blocks, caching=caching, batch_tokens=chunk, max_num_seqs=MAX_NUM_SEQS,
+                    block_size=BLOCK_SIZE).config
+    return with_drafter(config, folder, drafter) if drafter else config
 
 
 def find_call(node: Node, name: str):
@@ -98,18 +101,20 @@ class _Transfer(FakeTransfer):
 
 
 class V1FleetEngine(FleetEngine):
-    """One engine, of either role or both."""
+    """One engine, of either role or both. `drafter`: the method of one with speculative decoding."""
 
     simulated: Engine | None = None
 
     def __init__(self, node: Node, post: Post, *, folder: Path, in_flight: int, blocks: int, caching: bool,
-                 chunk: int) -> None:
+                 chunk: int, drafter: str = "") -> None:
         super().__init__(node, post)
         self.transfer = _Transfer(self)
-        self.simulated = Engine(folder, in_flight, blocks=blocks, caching=caching, batch_tokens=chunk,
-                                max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, settings=_settings(node),
-                                config=_config(folder, in_flight, blocks, caching, chunk), protocol=_Protocol(node),
-                                transfer=self.transfer, access=functools.partial(_Access, self))
+        make = DraftingEngine if drafter else Engine
+        self.simulated = make(folder, in_flight, blocks=blocks, caching=caching, batch_tokens=chunk,
+                              max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, settings=_settings(node),
+                              config=_config(folder, in_flight, blocks, caching, chunk, drafter),
+                              protocol=_Protocol(node), transfer=self.transfer,
+                              access=functools.partial(_Access, self))
         # A step takes no virtual time. So this is what was measured, for max_local_prefill_tokens auto.
         self.simulated.binding.speed.stepped(self.kernel.now, 1000, 0, 10.0)
         self._told: set[str] = set()
@@ -203,7 +208,7 @@ class V1FleetEngine(FleetEngine):
 
 def _copy(pairs: list[tuple[int, int]], source: dict, target: dict) -> None:
     for old, new in pairs:
-        for slot in range(BLOCK_SIZE):
+        for slot in range(SLOTS):
             if (old, slot) in source:
                 target[new, slot] = source[old, slot]
 

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import time
+import zlib
 from collections.abc import Sequence
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -21,6 +22,7 @@ START_S = 600.0
 ANSWER_S = 600.0
 LABELS = ("model_name", "engine")  # the same in all samples
 USAGE = "vllm:kv_cache_usage_perc"  # the share of its blocks that somebody has
+FIGURES = ("vllm:pd_", "vllm:spec_decode_", USAGE)
 _FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
@@ -57,8 +59,30 @@ def count_tokens() -> Any:
     return computed
 
 
-def serve(connection, role: str | None, extra: dict[str, Any], log: str, **arguments: Any) -> None:
-    """The child: an engine that answers what comes over the connection. `role` None: without disaggregation."""
+def note_drafts(file: str) -> None:
+    """From now on an engine that is forked from this process appends what its drafter drafts to this file, a line for
+    each request and step that samples: a digest of the request's tokens before the step, and the drafts."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    propose = GPUModelRunner.propose_draft_token_ids
+
+    @functools.wraps(propose)
+    def noting(runner: Any, step: Any, *arguments: Any, **keywords: Any) -> Any:
+        drafts, batch = propose(runner, step, *arguments, **keywords), runner.input_batch
+        rows = drafts.tolist() if hasattr(drafts, "tolist") else drafts
+        with open(file, "a", encoding="utf-8") as opened:
+            for at, name in enumerate(batch.req_ids):
+                count = int(batch.num_tokens_no_spec[at])
+                if batch.num_computed_tokens_cpu[at] + step.num_scheduled_tokens[name] >= count:
+                    opened.write(f"{zlib.crc32(batch.token_ids_cpu[at, :count].tobytes())} {rows[at]}\n")
+        return drafts
+
+    GPUModelRunner.propose_draft_token_ids = noting
+
+
+def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts: str | None = None,
+          **arguments: Any) -> None:
+    """The child: an engine that answers what comes over the connection. `role` None: without disaggregation. `drafts`:
+    the file of `note_drafts`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -71,6 +95,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
         module.get_mp_context = lambda: _FORK
     from vllm import LLM, SamplingParams
     computed = count_tokens()
+    if drafts is not None:
+        note_drafts(drafts)
     if role is not None:
         arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": role,
                                            "kv_connector_extra_config": extra}
@@ -112,7 +138,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, **argum
             from prometheus_client import REGISTRY
             connection.send({f"{sample.name}:{':'.join(v for k, v in sample.labels.items() if k not in LABELS)}":
                              sample.value for family in REGISTRY.collect() for sample in family.samples
-                             if sample.name.startswith("vllm:pd_") or sample.name == USAGE})
+                             if sample.name.startswith(FIGURES)})
         else:
             llm.llm_engine.engine_core.shutdown()
             os._exit(0)

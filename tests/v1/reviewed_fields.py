@@ -30,6 +30,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.config.aux_output import AuxOutputConfig
@@ -38,11 +39,12 @@ from vllm.v1.request import Request
 
 CONFIGURATIONS: dict[type, dict[str, str]] = {
     VllmConfig: {
-        # The digest's and the list's own parts. speculative, weight_transfer, diffusion: refused as a whole.
+        # The digest's and the list's own parts. weight_transfer, diffusion: refused as a whole.
         "used": "model_config cache_config parallel_config scheduler_config load_config attention_config "
                 "aux_output_config kv_transfer_config kv_events_config device_config ec_transfer_config "
                 "shutdown_timeout",
-        "refused": "speculative_config weight_transfer_config diffusion_config "
+        "refused": "weight_transfer_config diffusion_config "
+                   "speculative_config "  # with the store
                    "lora_config",  # with the store; requests with an adapter stay with their engine
         "rounding": "kernel_config compilation_config optimization_level performance_mode",
         "local": "offload_config engram_config watermark_config structured_outputs_config observability_config "
@@ -138,6 +140,23 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
         "absent": "minimax_m3_msa_decode_backend tq_max_kv_splits_for_cuda_graph indexer_kv_dtype "
                   "indexer_sparse_logits hisparse_config sparse_mla_force_mqa sparse_mla_prefill_workspace_factor "
                   "indexer_tp_shard_min_rows? minimax_m3_indexer_cp?",
+    },
+    SpeculativeConfig: {
+        "digest": "method model revision code_revision quantization parallel_drafting draft_model_config "
+                  "draft_load_config index_share_for_mtp_iteration use_heterogeneous_vocab attention_backend",
+        "refused": "kv_cache_dtype",  # another one than the target's
+        "rounding": "enforce_eager moe_backend",
+        # How many tokens are drafted, from which, and which are taken. In a step in which a sequence is longer than
+        # max_model_len V1 drafts for none: P then sends blocks without the drafter's KV.
+        "local": "num_speculative_tokens num_speculative_tokens_per_batch_size max_model_len "
+                 "disable_padded_drafter_batch use_local_argmax_reduction prompt_lookup_max "
+                 "prompt_lookup_min suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
+                 "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method "
+                 "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method "
+                 "disable_eagle_block_drop",  # the last entry of a cached block may be of another next token
+        "derived": "target_model_config target_parallel_config draft_parallel_config",
+        "absent": "enable_adaptive_verification dspark_draft_topk "  # DSpark
+                  "draft_tensor_parallel_size tensor_parallel_size",  # ranks have the target's share, or are refused
     },
     AuxOutputConfig: {
         "refused": "enable_return_routed_experts",

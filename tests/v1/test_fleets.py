@@ -26,12 +26,12 @@ def quiet(caplog):
 
 
 def run(folder, in_flight: int, seed: int, plan: Plan, *, blocks: int, caching: bool = True, chunk: int = 64,
-        pushed: collections.Counter | None = None):
+        drafter: str = "", pushed: collections.Counter | None = None):
     """`chunk`: tokens of a step. Where that is less than 64, prompts leave as they are computed (B100); `pushed` counts
-    such writes."""
+    such writes. `drafter`: the method of all engines' drafters."""
     plan = replace(plan, settings={**plan.settings, "push_chunks": chunk < 64})
     fleet = Fleet(seed, plan, lambda node, post: V1FleetEngine(
-        node, post, folder=folder, in_flight=in_flight, blocks=blocks, caching=caching, chunk=chunk))
+        node, post, folder=folder, in_flight=in_flight, blocks=blocks, caching=caching, chunk=chunk, drafter=drafter))
     with virtual_time(fleet.kernel):
         outcome = fleet.run()
     if pushed is not None:

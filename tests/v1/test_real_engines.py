@@ -14,6 +14,7 @@ from tests.v1.real_engines import RealEngine
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 3.0, "heartbeat_s": 1.0}
 LENGTHS = (1, 31, 32, 33, 63, 64, 65, 100, 200, 511, 513, 1000, 1900)
 
 
@@ -31,9 +32,8 @@ def broker():
 
 @pytest.fixture(scope="module")
 def pair(logs, mono, broker):
-    settings = {"attempt_deadline_s": 200.0, "lease_s": 3.0, "heartbeat_s": 1.0}
-    p = RealEngine("kv_producer", logs / "p.log", broker.url, settings).ready()
-    d = RealEngine("kv_consumer", logs / "d.log", broker.url, settings).ready()
+    p = RealEngine("kv_producer", logs / "p.log", broker.url, SETTINGS).ready()
+    d = RealEngine("kv_consumer", logs / "d.log", broker.url, SETTINGS).ready()
     warm = prompts(0, (300, ))
     wait_for(lambda: d.generate(warm) and done(d), "nothing goes remote")
     yield p, d
@@ -88,6 +88,35 @@ def test_b5_b97_a_prefix_that_d_has_is_not_sent_again(mono, pair):
     (tokens, cached), = d.answer()
     assert [tokens] == right[1:] and cached == 256
     assert done(d) == before + 2
+
+
+def repeating(seed: int, count: int) -> list[list[int]]:
+    """Prompts of some repetitions each, which make guesses, every second one with half of the one before."""
+    draw, found = random.Random(seed), []
+    for number in range(count):
+        part = [draw.randrange(100, 20000) for _ in range(draw.randrange(5, 40))]
+        one = (part * 300)[:draw.choice((64, 65, 96, draw.randrange(41, 600), draw.randrange(513, 1200)))]
+        found.append(found[-1][:len(found[-1]) // 2] + one if number % 2 else one)
+    return found
+
+
+def test_b1_b113_a_decode_engine_that_guesses_by_the_prompt(mono, pair, broker, logs):
+    """Its prefill engine guesses nothing. One prompt after the other, and many at once, with aborts between."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    d = RealEngine("kv_consumer", logs / "ngram.log", broker.url, SETTINGS, speculative_config=ngram).ready()
+    try:
+        wait_for(lambda: d.generate(prompts(40, (300, ))) and done(d), "nothing goes remote")
+        many, before = repeating(41, 50), done(d)
+        for first in (*range(10), *range(10, 50, 8)):
+            batch = many[first:first + (1 if first < 10 else 8)]
+            assert d.generate(batch, 12) == mono.generate(batch, 12), first
+            d.abort(prompts(50 + first, (300, 700)), 0.02)
+        figures = d.figures()
+        assert done(d) >= before + 30 and not failed(d)
+        accepted = figures["vllm:spec_decode_num_accepted_tokens_total:"]
+        assert 0 < accepted < figures["vllm:spec_decode_num_draft_tokens_total:"]
+    finally:
+        d.stop()
 
 
 def test_b94_an_engine_that_waits_for_a_peer_rests(mono, pair):

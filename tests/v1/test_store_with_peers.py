@@ -48,8 +48,11 @@ class FakeRank:
     def begin_step(self, brings_kv):
         self.steps.append(("begins", brings_kv))
 
-    def end_step(self, step):
+    def end_forward(self, step):
         self.steps.append(("ends", step, sys.exc_info()[0]))
+
+    def end_drafts(self, step):
+        """Nothing: there is no drafter with the store."""
 
     def close(self):
         self.steps.append("closed")

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from tests.v1 import simulated
+from tests.v1.drafting import TOKENS, DraftingEngine, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.protocol.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
@@ -54,6 +55,7 @@ class Setting(NamedTuple):
     ending: str  # what peers do at the end: answer, lose every job, or go, and then all are lost
     is_busy: bool  # at the end there is always a short request of another client
     time_passes: bool  # at the end, in which nothing needs that
+    drafter: str = ""  # the method of one with speculative decoding
 
 
 class Step(NamedTuple):
@@ -100,13 +102,14 @@ class _Access(FakeAccess):
 
 
 @functools.cache
-def _made_config(folder: Path, in_flight: int, stages: int):
-    return Engine(folder, in_flight).config
+def _made_config(folder: Path, in_flight: int, stages: int, drafter: str):
+    config = Engine(folder, in_flight).config
+    return with_drafter(config, folder, drafter) if drafter else config
 
 
 def _config(folder: Path, setting: Setting):
     """V1 takes most of the time of a history to make one, so it is made once and changed."""
-    config = _made_config(folder, setting.in_flight, setting.stages)
+    config = _made_config(folder, setting.in_flight, setting.stages, setting.drafter)
     batch, cache = config.scheduler_config, config.cache_config
     batch.max_num_batched_tokens, batch.max_num_seqs, batch.policy = setting.batch_tokens, setting.seats, setting.policy
     cache.enable_prefix_caching = setting.caching
@@ -119,11 +122,12 @@ class Walk:
     def __init__(self, folder: Path, setting: Setting, clock: Clock) -> None:
         self.setting, self.clock = setting, clock
         self.in_flight = setting.in_flight
-        self.engine = Engine(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,
-                             batch_tokens=setting.batch_tokens, config=_config(folder, setting), access=_Access,
-                             prefix_reads=setting.reads, max_prefill_jobs=4, prefill_overtaking=setting.overtaking,
-                             threshold=setting.threshold, push_chunks=setting.chunks,
-                             max_parked_fraction=setting.fraction)
+        make = DraftingEngine if setting.drafter else Engine
+        self.engine = make(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,
+                           batch_tokens=setting.batch_tokens, config=_config(folder, setting), access=_Access,
+                           prefix_reads=setting.reads, max_prefill_jobs=4, prefill_overtaking=setting.overtaking,
+                           threshold=setting.threshold, push_chunks=setting.chunks,
+                           max_parked_fraction=setting.fraction)
         self.engine.ends_chunks = False
         # With auto: half as fast as a peer, which is better by that unless much is queued there (`queue_changes`).
         self.engine.binding.speed.stepped = lambda *measured: None
@@ -257,7 +261,8 @@ class Walk:
             self.engine.process()
 
     def _fitting(self, prompt: list[int], tokens: int) -> list[int]:
-        return prompt[:(self.setting.blocks - 1) * BLOCK_SIZE - tokens - 1]
+        drafts = 2 * TOKENS if self.setting.drafter else 0  # those of a step, and those after it
+        return prompt[:(self.setting.blocks - 1) * BLOCK_SIZE - tokens - 1 - drafts]
 
     # What may happen.
 

@@ -36,7 +36,6 @@ LIMITS = {
     "tensor_parallel_size": (MAX_RANKS, f"use at most {MAX_RANKS}"),
 }
 FEATURES = {
-    "speculative_config": "remove it: the draft model's KV of a prompt is not transferred",
     "enable_sleep_mode": "remove it: a sleeping engine's cache is memory that peers write to",
 }
 

@@ -16,7 +16,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.model.weights import SUFFIXES, digest_code, digest_weights, state_of_weights, weight_files
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "architectures"})
 _AS_AUTO = frozenset({"safetensors", "fastsafetensors", "runai_streamer"})  # other ways to read the same files
@@ -31,12 +31,17 @@ def model_digest(config: VllmConfig) -> str:
     it can't see was refused by `pin_weights`.
     """
     model = config.model_config
-    digest = hashlib.sha256()
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED_KEYS}
     settings = [settings, model.quantization, _long_rope(model), *_chosen_at_start(config)]
+    return f"{model.architecture}:{digest_settings(model, settings, config.load_config)}"
+
+
+def digest_settings(model: ModelConfig, settings: list[Any], load_config: LoadConfig) -> str:
+    """16 hexadecimal digits of these settings and of the model's weights, as they are loaded."""
+    digest = hashlib.sha256()
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    digest.update(_weights(model, _load_format(config)))
-    return f"{model.architecture}:{digest.hexdigest()[:16]}"
+    digest.update(_weights(model, _load_format(load_config)))
+    return digest.hexdigest()[:16]
 
 
 def weights_state(config: VllmConfig) -> str:
@@ -51,7 +56,7 @@ def weights_state(config: VllmConfig) -> str:
     path = Path(config.model_config.model)
     if not path.exists():
         return ""
-    files = [] if _load_format(config) == "dummy" else state_of_weights(path)
+    files = [] if _load_format(config.load_config) == "dummy" else state_of_weights(path)
     return hashlib.sha256(json.dumps([files, digest_code(path)]).encode()).hexdigest()
 
 
@@ -89,7 +94,8 @@ def _long_rope(model: ModelConfig) -> bool:
 
 def hub_commit(model: ModelConfig) -> str:
     """The commit of a hub's model, whose configuration was read at that commit. Raises ConfigError if it is unknown."""
-    commit = model.hf_config._commit_hash or model.revision or ""
+    inner = getattr(model.hf_config, "model", None)  # of an EAGLE head: its checkpoint's own configuration
+    commit = model.hf_config._commit_hash or getattr(inner, "_commit_hash", None) or model.revision or ""
     if not _COMMIT.fullmatch(commit):
         raise ConfigError("revision", model.revision, f"the commit of {model.model} is not known, so its weights can't "
                           "be told from a peer's: write --revision with the whole commit, or serve a local folder")
@@ -99,8 +105,12 @@ def hub_commit(model: ModelConfig) -> str:
 def pin_weights(config: VllmConfig) -> None:
     """Make sure, before the model is loaded, that the digest is going to see what is loaded: the files of a folder, or
     of a hub's model that very commit by which it will be known. Raises ConfigError where neither can be."""
-    model = config.model_config
-    if _load_format(config) == "dummy":
+    pin_files(config.model_config, config.load_config)
+
+
+def pin_files(model: ModelConfig, load_config: LoadConfig) -> None:
+    """As `pin_weights`, of a model and the way in which it is loaded."""
+    if _load_format(load_config) == "dummy":
         return
     path = Path(model.model)
     if not path.exists():
@@ -110,8 +120,8 @@ def pin_weights(config: VllmConfig) -> None:
                           f"there is no {', '.join(SUFFIXES)} file, so its weights can't be told from a peer's")
 
 
-def _load_format(config: VllmConfig) -> str:
-    load_format = config.load_config.load_format
+def _load_format(load_config: LoadConfig) -> str:
+    load_format = load_config.load_format
     if not isinstance(load_format, str) or load_format.lower() in _ELSEWHERE:
         raise ConfigError("load_format", load_format, "use one that reads the model's own files: weights from "
                           "elsewhere can't be told from a peer's")

@@ -27,6 +27,7 @@ _LIMITS = {
 }
 _FEATURES = {
     **FEATURES,
+    "speculative_config": "remove it: the draft model's KV of a prompt is not transferred",
     "calculate_kv_scales": "remove it: each engine would scale its KV by the first prompt it sees, and read a peer's "
                            "KV by another scale; use a checkpoint that has its scales",
 }

@@ -185,7 +185,9 @@ class EngineHandover(HandoverEngine):
             self._access.start_wave()
         self._has_new = False
         if tokens and self._timer is not None:
-            self._timer.began(time.monotonic(), self._step, output.num_scheduled_tokens.values())
+            drafts = output.scheduled_spec_decode_tokens  # a decode is one token, however many are guessed beside it
+            self._timer.began(time.monotonic(), self._step, [count - len(drafts.get(name, ())) for name, count
+                                                             in output.num_scheduled_tokens.items()])
         self.stalled = bool(not (tokens or throttled or output.preempted_req_ids or scheduler.running
                                  or scheduler.ec_connector is not None or scheduler.awaits_grammar())
                             and (len(self.fence) or self.remote_prefills.parked_ids()))

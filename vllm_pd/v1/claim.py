@@ -30,6 +30,7 @@ from vllm_pd.model.checks import (
     check_stages,
     require_free_bind,
 )
+from vllm_pd.model.drafter import check_drafter, pin_drafter
 from vllm_pd.model.fingerprint import pin_weights
 from vllm_pd.model.layers import check_v1_layers
 from vllm_pd.model.offloading import check_offloading
@@ -139,7 +140,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     from vllm import envs
     parallel, model, transfer = config.parallel_config, config.model_config, config.kv_transfer_config
     check_limits({key: getattr(parallel, key) for key in V1_LIMITS}, V1_LIMITS)
-    check_features({"speculative_config": config.speculative_config, "enable_sleep_mode": model.enable_sleep_mode,
+    check_features({"enable_sleep_mode": model.enable_sleep_mode,
                     "enable_cumem_allocator": model.enable_cumem_allocator,
                     "weight_transfer_config": config.weight_transfer_config,
                     "enable_return_routed_experts": config.aux_output_config.enable_return_routed_experts,
@@ -148,6 +149,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
                     "kv_connector_module_path": transfer.kv_connector_module_path}, V1_FEATURES)
     check_model(config)
     check_v1_layers(config)
+    check_drafter(config)
     check_parallel(config)
     check_executor(config, ours.role.prefills)
     check_stages(config)
@@ -164,6 +166,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     require_free_bind(ours)
     check_ports(config)
     pin_weights(config)
+    pin_drafter(config)
     ours.transport_choice.check_device(config.device_config.device_type)
     if not ours.is_two_sided:
         check_nixl(ours.transport_choice.host)

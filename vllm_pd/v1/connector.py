@@ -112,7 +112,7 @@ class PDConnector(KVConnectorBase_V1):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """The forward pass of the step was launched. Nothing is reported."""
-        self._rank.end_step(self._get_connector_metadata().step)
+        self._rank.end_forward(self._get_connector_metadata().step)
         return KVConnectorTransferResults()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -125,7 +125,8 @@ class PDConnector(KVConnectorBase_V1):
         """Nothing: KV is sent when its prompt is computed."""
 
     def wait_for_save(self) -> None:
-        """Nothing."""
+        """All of the step was launched, a drafter's forward passes too. Nothing is waited for."""
+        self._rank.end_drafts(self._get_connector_metadata().step)
 
     # The front end.
 

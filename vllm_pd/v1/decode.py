@@ -40,9 +40,10 @@ class ParkedRequests(DecodeHandover["Request"]):
     def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, fence: BlockFence,
                  metrics: PDMetrics, speed: StepSpeed) -> None:
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
-        super().__init__(config, session, DecodeCapacity(scheduler.block_size, cache.num_gpu_blocks,
-                                                          batch.max_num_seqs, scheduler.max_num_scheduled_tokens),
-                         metrics, speed)
+        for_drafts = scheduler._spec_decode_step_blocks  # V1 parks a request only where so many are free beside it
+        blocks = cache.num_gpu_blocks - (for_drafts + 1 if for_drafts else 0)  # nor is its null block ever free
+        super().__init__(config, session, DecodeCapacity(scheduler.block_size, blocks, batch.max_num_seqs,
+                                                         scheduler.max_num_scheduled_tokens), metrics, speed)
         self._scheduler = scheduler
         self._fence = fence
         self._caching = bool(cache.enable_prefix_caching)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from vllm_pd.model.drafter import drafter_digest, drafter_layers
 from vllm_pd.model.fingerprint import model_digest
 from vllm_pd.protocol.messages import PROTOCOL, Fingerprint
 from vllm_pd.transfer.layout import CacheDescription
@@ -23,7 +24,7 @@ def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str) -> Fin
     kv_dtype = config.cache_config.cache_dtype
     return Fingerprint(
         protocol=PROTOCOL,
-        model=model_digest(config),
+        model=" with ".join(filter(None, (model_digest(config), drafter_digest(config)))),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=cache.dtype if kv_dtype == "auto" else kv_dtype,
         block_size=cache.block_size,
@@ -42,13 +43,13 @@ def total_kv_heads(config: VllmConfig) -> int:
 
 
 def token_bytes(config: VllmConfig) -> int:
-    """The KV of one token, over all layers and ranks, in bytes."""
+    """The KV of one token, over all layers and ranks, in bytes. A drafter's layers count, too."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype
     dtype = model.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
     elements = total_kv_heads(config) * model.get_head_size() * (1 if model.use_mla else 2)
-    return model.get_total_num_hidden_layers() * elements * dtype.itemsize
+    return (model.get_total_num_hidden_layers() + drafter_layers(config)) * elements * dtype.itemsize
 
 
 def engine_name(config: VllmConfig, layers: Collection[str]) -> str:

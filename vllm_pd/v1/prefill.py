@@ -135,7 +135,7 @@ class InternalRequests(PrefillHandover):
         others = sum(one.request_id not in turns for one in (*prefilling, *scheduler.waiting))
         passing = [self.tokens_left(one) for one in self.passing(jobs, waiting, turns)  # of others none passes another
                    if (others < 2 or self.is_internal(one.request_id)) and self._has_room(one, prefilling)]
-        return StepShare(min(self._batch_tokens, tokens + len(decoding)),
+        return StepShare(min(self._batch_tokens, tokens + len(decoding) * (1 + scheduler.num_spec_tokens)),
                          job_order.tokens_of_each(tokens, max(passing), len(prefilling)) if passing else 0)
 
     def _arrange_waiting(self, turns: dict[str, job_order.Turn]) -> None:
@@ -217,8 +217,8 @@ class InternalRequests(PrefillHandover):
 
     def _add_request(self, job: PeerJob) -> Request:
         tokens = len(job.prefill.token_ids)
-        longest = min(self._scheduler.max_model_len - 1,
-                      (self._scheduler.cache_config.num_gpu_blocks - 1) * self._block_size - 1)
+        longest = min(self._scheduler.max_model_len, (self._scheduler.cache_config.num_gpu_blocks - 1)
+                      * self._block_size) - max(1, self._scheduler.num_lookahead_tokens)  # its token, or a drafter's
         if tokens > longest:
             raise ValueError(f"its {tokens} tokens are more than the {longest} of this engine")
         if not self._access.takes_requests:

@@ -38,6 +38,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.max_num_active_reqs", "whether a request of ours would be begun"),
         Required("Scheduler.adaptive_long_prefill_threshold", "off in a step in which a request of ours is to pass"),
         Required("Scheduler.max_num_scheduled_tokens", "less for a step with requests of ours"),
+        Required("Scheduler._spec_decode_step_blocks", "free beside a request that is parked, or V1 waits for them"),
+        Required("Scheduler.num_spec_tokens", "a step with requests of ours has room for drafts"),
+        Required("Scheduler.num_lookahead_tokens", "a request of ours has room for drafts"),
         Required("Scheduler.requests", "finds a request by its id"),
         Required("Scheduler.finished_req_ids", "a step must carry these to the workers"),
         Required("Scheduler.finished_req_ids_dict", "ids of our own requests are taken out of it"),
@@ -65,6 +68,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "v1/core/sched/output.py": (
         Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
+        Required("SchedulerOutput.scheduled_spec_decode_tokens", "drafts are no tokens of prompts"),
         Required("SchedulerOutput.preempted_req_ids", "an engine does not sleep after a step that preempts"),
     ),
     "v1/core/sched/async_scheduler.py": (Required("AsyncScheduler", "the other base of our schedulers"), ),
@@ -152,6 +156,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorBase_V1.get_handshake_metadata", _HOOK, exactly=()),
         Required("KVConnectorBase_V1.handle_preemptions", _HOOK, exactly=("kv_connector_metadata", )),
         Required("KVConnectorBase_V1.get_transfer_results", _HOOK, exactly=("finished_req_ids", )),
+        Required("KVConnectorBase_V1.wait_for_save", _HOOK, exactly=()),
         Required("KVConnectorBase_V1.get_required_kvcache_layout", _HOOK, exactly=("vllm_config", )),
         Required("KVConnectorBase_V1.shutdown", _HOOK, exactly=()),
         Required("KVConnectorBase_V1.get_kv_connector_stats", _HOOK, exactly=()),
@@ -181,6 +186,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/attention/backends/cpu_attn.py": (
         Required("_get_attn_isa", "the fingerprint names it: the order inside a block depends on it",
                  takes=("dtype", "block_size", "head_size", "kv_cache_dtype")),
+    ),
+    "v1/worker/kv_connector_model_runner_mixin.py": (
+        Required("KVConnectorModelRunnerMixin.finalize_kv_connector", "calls wait_for_save when a drafter has run",
+                 takes=()),
     ),
     "v1/worker/gpu_worker.py": (
         Required("Worker.reload_weights", "the store is left before it"),
@@ -234,6 +243,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig._verify_kv_transfer_compat", "takes over the settings, in __post_init__", takes=()),
         Required("VllmConfig.weight_transfer_config", "refused"),
         Required("VllmConfig.diffusion_config", "refused with the store"),
+        Required("VllmConfig.num_prefill_lookahead_tokens", "a drafter of several modules is refused", takes=()),
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
     "v1/kv_cache_interface.py": (
@@ -257,6 +267,14 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
         Required("KVTransferConfig.kv_connector_module_path", "names another class for ours, with the store"),
         Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),
+    ),
+    "config/speculative.py": (
+        Required("SpeculativeConfig.method", "some are refused; in the fingerprint"),
+        Required("SpeculativeConfig.draft_model_config", "in the fingerprint"),
+        Required("SpeculativeConfig.draft_load_config", "in the fingerprint"),
+        Required("SpeculativeConfig.parallel_drafting", "in the fingerprint"),
+        Required("SpeculativeConfig.use_heterogeneous_vocab", "in the fingerprint"),
+        Required("SpeculativeConfig.kv_cache_dtype", "refused, but for the target's"),
     ),
     "config/scheduler.py": (
         Required("SchedulerConfig.scheduler_cls", "set to ours"),

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.checks import stage_layers
+from vllm_pd.model.drafter import keeps_kv
 from vllm_pd.peer.liveness.process import local_member, parent_pid, this_process
 from vllm_pd.protocol.messages import Member, Process, Role
 from vllm_pd.transfer.choice import NIXL, TransportChoice
@@ -63,6 +64,7 @@ class RankWorker:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
         self._tp = vllm_config.parallel_config.tensor_parallel_size
+        self._drafts = keeps_kv(vllm_config)
         self._rank = 0  # known when the process groups are
         self._device: Device = HostDevice()
         self._steps = ComputedSteps(self._device)
@@ -100,11 +102,22 @@ class RankWorker:
         if brings_kv:
             self._device.flush()
 
-    def end_step(self, step: int) -> None:
+    def end_forward(self, step: int) -> None:
         """To be called after the forward pass of step `step` was launched, also without a forward pass
-        (`get_transfer_results`). `step` counts the steps from 1: EngineCore puts it into the connector's metadata.
-        Blocks of a step that has raised are never sent. Model runner V1 calls this while the exception leaves the
-        forward pass. If it is raised earlier, and in model runner V2, the step is missing when the next one ends."""
+        (`get_transfer_results`). That ends the step, but where a drafter keeps KV: model runner V1 runs that later."""
+        if not self._drafts:
+            self.end_step(step)
+
+    def end_drafts(self, step: int) -> None:
+        """To be called after all of step `step` was launched (`wait_for_save`), which ends a step with a drafter."""
+        if self._drafts:
+            self.end_step(step)
+
+    def end_step(self, step: int) -> None:
+        """All kernels of step `step` that write KV have been launched. `step` counts the steps from 1: EngineCore puts
+        it into the connector's metadata. Blocks of a step that has raised are never sent. Model runner V1 calls this
+        while the exception leaves the forward pass. If it is raised earlier, in a drafter, or in model runner V2, the
+        step is missing when the next one ends."""
         if sys.exc_info()[0] is None and step <= self._ended_step + 1:
             self._steps.launched(step)
         else:

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real V1 engines with an EAGLE head, real transfers: tokens and each draft as one stock engine with the same head has
+them (B1, B2, B113). A drafter whose KV of a prompt is missing, or is another's, changes no token: it drafts otherwise.
+Without KV, by the prompt's own tokens: tests/v1/test_real_engines.py.
+"""
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.brokers import BrokerProcess
+from tests.v1.real_engines import RealEngine
+from tests.v1.test_real_engines import done, prompts
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0, "push_chunks": True}
+HEAD = Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-eagle")
+BLOCK, STEP, TOKENS = 32, 256, 6
+LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
+
+
+@pytest.fixture(scope="module")
+def engines(logs):
+    """A stock engine, P and D, all with the same head; D drafts fewer tokens than P."""
+    broker = BrokerProcess()
+    for name in ("stock", "p", "d"):
+        (logs / f"{name}.drafts").touch()
+    made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, drafts=str(logs / f"{name}.drafts"),
+                       speculative_config={"method": "eagle", "model": str(HEAD), "num_speculative_tokens": tokens},
+                       max_num_batched_tokens=STEP, max_model_len=1024)
+            for role, name, tokens in ((None, "stock", 3), ("kv_producer", "p", 2), ("kv_consumer", "d", 3))]
+    for one in made:
+        one.ready()
+    stock, _, d = made
+    wait_for(lambda: d.generate(prompts(0, (300, ))) and done(d), "nothing goes remote")
+    yield stock, d
+    for one in made:
+        one.stop()
+    broker.stop()
+
+
+def drafts(logs: Path, name: str) -> dict[str, str]:
+    """What this engine has drafted since the last call, by a digest of the tokens before."""
+    file = logs / f"{name}.drafts"
+    found = dict(line.split(" ", 1) for line in file.read_text(encoding="utf-8").splitlines())
+    file.write_text("", encoding="utf-8")
+    return found
+
+
+def test_b113_tokens_and_drafts_are_those_of_one_stock_engine(engines, logs):
+    """Prompts that mostly need several steps, then others with the beginning of these, and new ones, with aborts
+    between. A stock engine alone drafts otherwise now and then if it computes a prompt in other steps (two of 72
+    drafts seen); where the drafter's KV of prompts is missing, most drafts differ."""
+    _, d = engines
+    draw = random.Random(113)
+    many = prompts(113, LENGTHS)
+    many += [one[:draw.randrange(BLOCK, len(one))] + prompts(draw.random(), (draw.randrange(1, 300), ))[0]
+             for one in many] + prompts(114, [draw.randrange(41, 400) for _ in range(12)])
+    before = done(d)
+    theirs, ours = {}, {}
+    for number, one in enumerate(many):  # in the same steps, so with the same rounding
+        drafts(logs, "d")
+        for engine in engines:
+            engine.ask([one], TOKENS)
+        right, got = ([tokens for tokens, _ in engine.answer()] for engine in engines)
+        assert got == right, f"{number}: {len(one)} tokens"
+        theirs |= drafts(logs, "stock")
+        ours |= drafts(logs, "d")
+        if number % 8 == 0:
+            d.abort(prompts(-number, (draw.randrange(41, 900), )), draw.choice((0.0, 0.02, 0.1)))
+    assert done(d) >= before + 0.7 * len(many)
+    assert theirs.keys() == ours.keys(), "others were accepted"
+    differ = sum(theirs[key] != ours[key] for key in theirs)
+    assert differ <= 0.03 * len(theirs), f"{differ} of {len(theirs)} drafts differ"
