@@ -15,7 +15,7 @@ from tests.waiting import wait_for
 from vllm_pd.broker import server
 from vllm_pd.broker.changes import RegistryView
 from vllm_pd.broker.members import list_members
-from vllm_pd.broker.registry import GATHER_S, QueueLimits, Registry
+from vllm_pd.broker.registry import GATHER_S, MAX_INCARNATION_BYTES, QueueLimits, Registry
 from vllm_pd.broker.server import Broker
 from vllm_pd.errors import ConfigError
 from vllm_pd.protocol import messages as m
@@ -468,13 +468,16 @@ def test_b110_a_full_registry_says_so():
 
 def test_b110_no_entry_is_so_large_that_a_full_registry_can_not_be_sent():
     """B110: and an engine that can't reach any of as many others as it may name is let in."""
-    limits, names = QueueLimits(), tuple(f"{number:032x}" for number in range(m.MAX_UNREACHED))
+    limits, longest = QueueLimits(), MAX_INCARNATION_BYTES
+    names = tuple(f"{number:0{longest}x}" for number in range(m.MAX_UNREACHED))
     registry, lonely = Registry("b", limits), msgspec.structs.replace(member("p", m.Role.PREFILL), unreached=names)
     assert registry.receive(0.0, "p", m.Register(lonely))[0][1].members == [lonely]
     large = msgspec.structs.replace(lonely, processes=tuple(m.Process(1 << 40, 1 << 40) for _ in range(1024)))
     (_, answer), = registry.receive(0.0, "p", m.Register(large))
     assert isinstance(answer, m.Refused) and answer.key == "entry" and registry.members() == [lonely]
     assert limits.max_members * limits.max_entry_bytes < codec.MAX_FRAME_BYTES
+    (_, answer), = registry.receive(0.0, "x" * (longest + 1), m.Register(member("x" * (longest + 1), m.Role.DECODE)))
+    assert isinstance(answer, m.Refused) and answer.key == "incarnation"
 
 
 def test_b42_other_protocol_is_answered_with_both_versions(raw):

@@ -5,6 +5,7 @@ import errno
 import socket
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,16 +49,19 @@ def trials():
 def test_each_address_is_tried_and_nobody_is_waited_for(trials):
     with socket.create_server(("127.0.0.1", 0)) as server, silent() as nobody:
         there, gone = f"{LOCAL}{server.getsockname()[1]}", f"{LOCAL}{take_free('127.0.0.1')}"
-        others = ["tcp://192.0.2.1:9", "tcp://[::1", "ipc:///tmp/x", "tcp://127.0.0.1:99999", "tcp://name:1", ""]
+        others = ["tcp://192.0.2.1:9", "tcp://127.0.0.1", "tcp://:80", "tcp://127.0.0.1:0",
+                  "tcp://[::1", "ipc:///tmp/x", "tcp://127.0.0.1:99999", "tcp://name:1", ""]
         trials.add("one", [there, gone, nobody, *others, there])
-        trials.add("other", [])
+        trials.add("other", [nobody])
         assert trials.next_timeout() == 0.0 and trials.poll(100.0) == [], "one after another"
         assert trials.next_timeout() == 100.0 + TRIAL_S and trials.poll(100.0 + TRIAL_S - 0.1) == []
         done = trials.poll(100.0 + TRIAL_S)
         assert server.accept()[0].recv(1) == b"", "it gets nothing but an end"
+        assert trials.next_timeout() == 0.0 and trials.poll(200.0) == []
+        assert trials.poll(200.0 + TRIAL_S) == [("other", {nobody: Trial.SILENT})]
     assert done == [("one", {there: Trial.OPEN, gone: Trial.REFUSED, nobody: Trial.SILENT,
-                             **dict.fromkeys(others, Trial.FAILED)}), ("other", {})]
-    assert trials.next_timeout() is None and trials.poll(200.0) == []
+                             **dict.fromkeys(others, Trial.FAILED)})]
+    assert trials.next_timeout() is None and trials.poll(300.0) == []
 
 
 @pytest.mark.parametrize("code, trial", [(errno.ENETUNREACH, Trial.NO_ROUTE), (errno.EHOSTUNREACH, Trial.NO_ROUTE),
@@ -76,8 +80,28 @@ def test_orders_are_bounded(trials):
         trials.add("first", [nobody])
         assert trials.poll(0.0) == []
         for number in range(MAX_ORDERS + 5):
+            trials.add(number, ["no address"])
+        found = [[asker for asker, _ in trials.poll(TRIAL_S)] for _ in range(MAX_ORDERS + 2)]
+    assert found == [["first"], *([number] for number in range(5, MAX_ORDERS + 5)), []], "one in each call"
+
+
+def test_an_order_without_addresses_waits_for_nobody(trials):
+    """It asks where the engine listens."""
+    with silent() as nobody:
+        trials.add("first", [nobody])
+        trials.poll(0.0)
+        for number in range(MAX_ORDERS + 5):
             trials.add(number, [])
-        assert [asker for asker, _ in trials.poll(TRIAL_S)] == ["first", *range(5, MAX_ORDERS + 5)]
+        assert trials.next_timeout() == 0.0 and len(trials.poll(0.1)) == MAX_ORDERS and trials.poll(0.1) == []
+
+
+def test_a_connection_that_can_not_be_watched_harms_nobody(trials, monkeypatch):
+    full = SimpleNamespace(register=lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no room")),
+                           poll=lambda _: [], close=lambda: None)
+    monkeypatch.setattr(trials, "_epoll", full)
+    with silent() as nobody:
+        trials.add("one", [nobody])
+        assert trials.poll(0.0) == [("one", {nobody: Trial.FAILED})]
 
 
 def test_what_is_open_ends_with_it():

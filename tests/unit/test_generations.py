@@ -27,14 +27,15 @@ from vllm_pd.protocol.generations import (
     DOUBT_S,
     LOOK_S,
     MAX_PAUSE_S,
-    NEVER,
     PAUSE_S,
     Generations,
     Phase,
     is_elsewhere,
 )
 from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.moments import NEVER
 from vllm_pd.protocol.names import generation_name, incarnation_of
+from vllm_pd.protocol.prefill import ASK_S
 from vllm_pd.settings.engine import PDConfig
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
@@ -182,6 +183,8 @@ class TwoMachines:
     def __init__(self, same: bool = False, roles: tuple[m.Role, m.Role] = (m.Role.PREFILL, m.Role.DECODE)):
         self.now = 100.0
         self.cut = False
+        self.lost: tuple[type, ...] = ()
+        self.sent: list[m.Message] = []  # between the two, also what is lost
         members = [m.Member(name, role, f"tcp://127.0.0.1:{port}", FINGERPRINT, host_id="a" if same else name)
                    for name, role, port in (("p", roles[0], 1), ("d", roles[1], 2))]
         self.p, self.d = [PeerProtocol(PDConfig.parse(one.role.value, SETTINGS), one, one.incarnation.encode(),
@@ -202,7 +205,10 @@ class TwoMachines:
                     if isinstance(action, ToBroker):
                         if isinstance(action.message, m.Put) and "p" not in action.message.job.avoid:
                             self.p.control.receive(MessageSource.BROKER, "b", m.Offer(action.message.job, 1))
-                    elif isinstance(action, ToDecode | ToPrefill) and not self.cut:
+                    elif isinstance(action, ToDecode | ToPrefill):
+                        self.sent.append(action.message)
+                        if self.cut or isinstance(action.message, self.lost):
+                            continue
                         source = MessageSource.PREFILL if isinstance(action, ToDecode) else MessageSource.DECODE
                         them.control.receive(source, us.member.incarnation, action.message)
                 self.events[us.member.incarnation] += iter(us.poll_event, None)
@@ -583,6 +589,46 @@ def test_b106_a_write_that_failed_in_a_generation_that_is_over_parts_nobody(far)
     far.pump()
     for us in (far.p, far.d):
         assert us.operators.counts()["parted"] == 0 and us.operators.open_attempts() == []
+
+
+def end_generation_unheard(far) -> None:
+    """D has ended its generation, and P does not hear it."""
+    far.lost = (m.HelloReply, )
+    far.retire(far.d)
+    far.passes(1.0)
+    assert far.p.operators.open_attempts(), "else nothing was lost"
+    far.lost = ()
+
+
+def test_b106_p_asks_a_d_whether_it_has_ended_the_generation_of_what_may_land_once_for_all_jobs(far):
+    for attempt in [far.granted()[0] for _ in range(3)]:
+        far.p.prefill.unproven(attempt, "broken")
+    far.pump()
+    far.passes(0.25)
+    far.renew(far.d)
+    far.passes(1.0)
+    before = len(far.sent)
+    far.passes(ASK_S)
+    assert sum(isinstance(one, m.Hello) for one in far.sent[before:]) == 1
+    end_generation_unheard(far)
+    far.passes(ASK_S + 0.5)
+    assert far.p.operators.open_attempts() == []
+
+
+def test_b106_p_asks_on_when_it_has_met_a_d_anew_that_it_had_dropped(far):
+    attempt, _ = far.granted()
+    far.p.prefill.unproven(attempt, "broken")
+    far.pump()
+    far.passes(0.25)
+    far.renew(far.d)
+    both, far.cut, far.listed = far.listed, True, far.listed[:1]
+    far.passes(3 * ASK_S)
+    assert not far.p.control.watched_peers().introduced, "P has dropped D"
+    far.cut, far.listed = False, both
+    far.passes(1.0)
+    end_generation_unheard(far)
+    far.passes(ASK_S + 0.5)
+    assert far.p.operators.open_attempts() == []
 
 
 def test_b105_a_two_sided_transport_is_never_in_doubt(half):

@@ -20,6 +20,7 @@ from vllm_pd.rpc.locality import stays_on_loopback
 TICK_S = 0.5
 GATHER_S = 0.1
 LATE_TTLS = 0.25
+MAX_INCARNATION_BYTES = 64  # others name it in their entries, and those are bounded too
 
 OutgoingMessage = tuple[str, m.Message]
 
@@ -180,6 +181,9 @@ class Registry:
         if member.incarnation != sender:
             self.counters["foreign"] += 1
             return []
+        if (size := len(sender.encode())) > MAX_INCARNATION_BYTES:
+            self.counters["name_too_long"] += 1
+            return [(sender, m.Refused("incarnation", f"at most {MAX_INCARNATION_BYTES} bytes", f"{size} bytes"))]
         if (size := len(msgspec.msgpack.encode(member))) > self.limits.max_entry_bytes:
             self.counters["entry_too_large"] += 1
             return [(sender, m.Refused("entry", f"at most {self.limits.max_entry_bytes} bytes", f"{size} bytes"))]

@@ -28,8 +28,8 @@ _REFUSED = {
     "extract_hidden_states": "the hidden states of a prompt that a peer computes are not transferred",
     "custom_class": "whether a class of your own keeps KV is not known here",
 }
-# vLLM raises this length to that of the target, which may be another one on each engine.
-_IGNORED_KEYS = IGNORED_KEYS | {"max_position_embeddings"}
+# vLLM raises the length to that of the target, and writes how many tokens are drafted; both may be each engine's own.
+_IGNORED_KEYS = IGNORED_KEYS | {"max_position_embeddings", "num_lookahead_tokens"}
 
 
 def check_drafter(config: VllmConfig) -> None:

@@ -34,8 +34,9 @@ _LET_IN = "let {host} connect to port {port} of {where}"
 _WORDS_AND_CURES = {
     Trial.REFUSED: ("is refused", f"nothing listens there any more, or a firewall rejects: {_LET_IN}"),
     Trial.SILENT: ("no answer", f"a firewall drops, there or on the way, or that machine is off: {_LET_IN}"),
-    Trial.NO_ROUTE: ("there is no route", "give {host} a route to {where}, or that engine an address that {host} "
-                     "reaches (`bind`, UCX_NET_DEVICES)"),
+    Trial.NO_ROUTE: ("no route, or a firewall forbids it", "if a firewall rejects there, as firewalld does, or on the "
+                     f"way: {_LET_IN}; if that machine is off, start it; else give {{host}} a route to {{where}}, or "
+                     "that engine an address that {host} reaches (`bind`, UCX_NET_DEVICES)"),
     Trial.FAILED: ("can't be tried from there", "engines of several machines need `keys`, and a `bind` that is no "
                    "loopback; the engine that tries needs free descriptors (ulimit -n)"),
     None: ("was not tried, for that engine answers no more", "run this again; it may have ended, or stand still"),

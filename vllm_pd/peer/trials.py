@@ -42,6 +42,7 @@ class AddressTrials(Generic[T]):
         self._local_only = local_only
         self._epoll = select.epoll()
         self._waiting: collections.deque[tuple[T, Sequence[str]]] = collections.deque(maxlen=MAX_ORDERS)
+        self._empty: list[tuple[T, dict[str, Trial]]] = []  # answers to orders without addresses
         self._order: _Order[T] | None = None
 
     def fileno(self) -> int:
@@ -51,18 +52,24 @@ class AddressTrials(Generic[T]):
     def add(self, asker: T, addresses: Sequence[str]) -> None:
         """Try these addresses; `poll` returns what has come of it. Of more than MAX_ORDERS that wait the oldest is
         forgotten: whoever gave it has gone by now."""
-        self._waiting.append((asker, addresses))
+        if addresses:
+            self._waiting.append((asker, addresses))
+        else:
+            self._empty = [*self._empty, (asker, {})][-MAX_ORDERS:]  # it waits for nobody's
 
     def poll(self, now: float) -> list[tuple[T, dict[str, Trial]]]:
-        """(asker, what has come of each address) of each order that has been carried out since the last call."""
-        done: list[tuple[T, dict[str, Trial]]] = []
-        while self._goes_on(now):
+        """(asker, what has come of each address) of the orders that have been carried out since the last call. At most
+        one of them had addresses: each call begins one order, however many wait."""
+        done, self._empty = self._empty, []
+        if self._goes_on(now):
             done.append((self._order.asker, self._order.trials))
             self._order = None
         return done
 
     def next_timeout(self) -> float | None:
         """When `poll` is due although nothing is readable."""
+        if self._empty:
+            return 0.0
         if self._order is None:
             return 0.0 if self._waiting else None
         return self._order.until
@@ -101,8 +108,12 @@ class AddressTrials(Generic[T]):
             return _meaning(error.errno)
         except ValueError:
             return Trial.FAILED
+        try:
+            self._epoll.register(connection.fileno(), select.EPOLLOUT)
+        except OSError:  # the kernel has no room
+            connection.close()
+            return Trial.FAILED
         self._order.open[connection.fileno()] = address, connection
-        self._epoll.register(connection.fileno(), select.EPOLLOUT)
         return Trial.SILENT
 
     def _end_open(self) -> None:

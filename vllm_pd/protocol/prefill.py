@@ -567,13 +567,14 @@ class PrefillProtocol:
         """Greet the D of an UNPROVEN job: its word that the generation has ended may be lost. Forget the job where
         nobody has known its D for long."""
         peer = self._peering.find(job.attempt.incarnation)
+        job.next_ask = now + ASK_S
         if peer is None:
-            job.next_ask = NEVER
             if now >= job.unproven_until:
                 del self._jobs[job.attempt]
             return []
-        job.next_ask, job.unproven_until = now + ASK_S, now + UNPROVEN_KEPT_S
-        return [self._peering.introduce(now, peer)] if peer.state is PeerState.PEER else []
+        job.unproven_until = now + UNPROVEN_KEPT_S
+        asks = peer.state is PeerState.PEER and peer.asked_at is None  # once for all of its jobs
+        return [self._peering.introduce(now, peer)] if asks else []
 
     # Helpers.
 

@@ -5,6 +5,8 @@ import os
 import socket
 from urllib.parse import urlsplit
 
+import psutil
+
 from vllm_pd.rpc.addresses import url_of
 
 
@@ -13,6 +15,8 @@ def begin_connect(url: str) -> socket.socket:
     come of it. Looks no name up. Raises OSError with the kernel's number where it has failed at once, or no descriptor
     is left for it, ValueError for what is no address."""
     parts = urlsplit(url)
+    if not (parts.hostname and parts.port):
+        raise ValueError(f"{url} is no address and port")
     family, kind, protocol, _, where = socket.getaddrinfo(
         parts.hostname, parts.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
     connection = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
@@ -25,18 +29,4 @@ def begin_connect(url: str) -> socket.socket:
 
 def listening() -> set[str]:
     """The addresses at which this process listens, as `tcp://ADDRESS:PORT`."""
-    found: set[str] = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            one = socket.socket(fileno=int(name))
-        except OSError:  # no socket, or closed by now
-            continue
-        try:
-            if (one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-                    and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)):
-                found.add(url_of(*one.getsockname()[:2]))
-        except OSError:
-            continue
-        finally:
-            one.detach()  # it is another's
-    return found
+    return {url_of(*one.laddr) for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
