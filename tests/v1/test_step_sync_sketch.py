@@ -76,8 +76,8 @@ def test_b94_a_prompt_that_a_peer_prefills_costs_the_group_no_step_and_no_wave(m
 
 def test_b70_a_rank_that_does_not_keep_up_is_found(model_folder, monkeypatch):
     """The sketch can fail: a forward pass that the other rank does not make never ends."""
-    monkeypatch.setattr(step_sync_sketch, "BARRIER_S", 1.0)
     group = CountedGroup(model_folder, threshold=10_000)
+    monkeypatch.setattr(step_sync_sketch, "BARRIER_S", 1.0)
     idle = group.loops[1].core.member
     before_step = idle.before_step
     idle.before_step = lambda has_work, *most: before_step(True, *most) if has_work else StepDecision.IDLE
