@@ -341,11 +341,10 @@ class Engine:
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.scheduler_config.async_scheduling = in_flight > STAGES  # the CPU platform switches it off
         self.config.parallel_config.pipeline_parallel_size = STAGES  # its own check wants as many devices
-        spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(self.block_size, sha256)
         self.scheduler = scheduler_module.PDScheduler(
-            vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], [KVCacheGroupSpec(["l"], spec)]),
+            vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], self.make_groups()),
             structured_output_manager=StructuredOutputManager(self.config), block_size=self.block_size,
             hash_block_size=self.block_size, log_stats=True)
         self.manager = self.scheduler.kv_cache_manager
@@ -380,6 +379,14 @@ class Engine:
         self.tokens_computed = 0
         self._known: dict[str, list[int]] = {}  # as the model runner has them: prompt and sampled tokens
         self.begun_steps: collections.deque = collections.deque()
+
+    def make_groups(self) -> list[KVCacheGroupSpec]:
+        """How the layers are grouped: all in one group, with full attention."""
+        return [KVCacheGroupSpec(["l"], FullAttentionSpec(**self.shape()))]
+
+    def shape(self) -> dict[str, Any]:
+        """Of the KV of each layer."""
+        return {"block_size": self.block_size, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 
     def make_binding(self, *arguments: Any) -> EngineHandover:
         return EngineHandover(*arguments)

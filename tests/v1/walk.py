@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from tests.v1 import simulated
 from tests.v1.drafting import TOKENS, DraftingEngine, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess
+from tests.v1.windows import WindowEngine
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.protocol.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
 from vllm_pd.protocol.holds import hold_params
@@ -56,6 +57,7 @@ class Setting(NamedTuple):
     is_busy: bool  # at the end there is always a short request of another client
     time_passes: bool  # at the end, in which nothing needs that
     drafter: str = ""  # the method of one with speculative decoding
+    windows: tuple[int, ...] = ()  # of each group of layers, 0 with full attention
 
 
 class Step(NamedTuple):
@@ -123,6 +125,8 @@ class Walk:
         self.setting, self.clock = setting, clock
         self.in_flight = setting.in_flight
         make = DraftingEngine if setting.drafter else Engine
+        if setting.windows:
+            make = functools.partial(WindowEngine, windows=setting.windows)
         self.engine = make(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,
                            batch_tokens=setting.batch_tokens, config=_config(folder, setting), access=_Access,
                            prefix_reads=setting.reads, max_prefill_jobs=4, prefill_overtaking=setting.overtaking,
@@ -193,7 +197,7 @@ class Walk:
 
     def _check_usage(self) -> None:
         """Each whole block of a prompt was either cached or has come into the cache, by whatever way."""
-        for name, created in self.engine.created.items() if self.setting.caching else ():
+        for name, created in self.engine.created.items() if self.setting.caching and not self.setting.windows else ():
             whole = len(self.engine.prompts[name]) // BLOCK_SIZE * BLOCK_SIZE
             assert self.engine.cached[name] + created == whole, f"the usage of {name}"
 
@@ -262,7 +266,9 @@ class Walk:
 
     def _fitting(self, prompt: list[int], tokens: int) -> list[int]:
         drafts = 2 * TOKENS if self.setting.drafter else 0  # those of a step, and those after it
-        return prompt[:(self.setting.blocks - 1) * BLOCK_SIZE - tokens - 1 - drafts]
+        others = sum(-(-(window + self.in_flight * self.setting.batch_tokens) // BLOCK_SIZE) + 1
+                     for window in self.setting.windows if window)  # blocks that a request may have of the other groups
+        return prompt[:(self.setting.blocks - 1 - others) * BLOCK_SIZE - tokens - 1 - drafts]
 
     # What may happen.
 

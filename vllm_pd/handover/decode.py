@@ -35,6 +35,7 @@ from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.holds import asks_for_hold, named_hold
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.protocol.metaserver import external_id, named_metaserver, posted_name, request_of
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferRequest
 
 if TYPE_CHECKING:
@@ -72,20 +73,27 @@ class AttemptStage(Enum):
 
 @dataclass
 class RemoteAttempt:
-    """An attempt with `blocks` set aside for it, beyond its prefix hit, until they may be reused."""
+    """An attempt with `blocks` set aside for it, beyond its prefix hit, until they may be reused. A peer is to compute
+    so many `tokens`."""
     request: RemoteRequest
     blocks: int
+    tokens: int
     stage: AttemptStage = AttemptStage.PARKED
     released: bool = False  # no peer will write the blocks any more, but its request has them still
 
 
 @dataclass(frozen=True)
 class DecodeCapacity:
-    """The sizes of a decode engine: blocks, seats, and the tokens of one batch."""
-    block_size: int
+    """The sizes of a decode engine: those of its groups of blocks, blocks in all, seats, and the tokens of a batch."""
+    rows: BlockRows
     total_blocks: int
     total_requests: int
     batch_tokens: int
+
+    @property
+    def block_size(self) -> int:
+        """The tokens of a block."""
+        return self.rows.block_size
 
 
 class DecodeHandover(ABC, Generic[R]):
@@ -203,24 +211,24 @@ class DecodeHandover(ABC, Generic[R]):
             self._session.drop_hold(hold)
 
     def start(self, attempt: Attempt, request: R, block_ids: list[int], cached_tokens: int) -> None:
-        """The request is parked: submit its job. `block_ids` are those of the whole prompt, the cached prefix
-        included."""
+        """The request is parked: submit its job. `block_ids` are the rows of what a peer is to have computed of its
+        prompt, the cached prefix included (`protocol.rows`)."""
         cached_blocks = cached_tokens // self._capacity.block_size
-        remote = self._requests[request]
+        remote, prompt = self._requests[request], self._prompt(request)
         remote.parked_at = time.monotonic()
-        self._attempts[attempt] = RemoteAttempt(remote, len(block_ids) - cached_blocks)
+        self._attempts[attempt] = RemoteAttempt(remote, len(block_ids) - cached_blocks, len(prompt) - cached_tokens)
         if request in self._batch:  # it was to be prefilled here, but now there is a peer for it
             self._batch.remove(request)
         if remote.hold is not None:
             hold, remote.hold = remote.hold, None
-            self._session.claim_hold(attempt, hold, token_digest(self._prompt(request)), list(block_ids),
+            self._session.claim_hold(attempt, hold, token_digest(prompt), list(block_ids),
                                       cached_blocks, self._time_left_s(remote))
             return
         if self.send_grants is not None:
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
         if remote.metaserver is not None:
             self._session.post_job(attempt, remote.metaserver, external_id(self._request_id(request)))
-        self._session.submit(attempt, self._prompt(request), list(block_ids), cached_blocks, remote.failed_peers,
+        self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers,
                               self._time_left_s(remote), self._priority(request))
 
     def abort(self, attempt: Attempt) -> None:
@@ -253,8 +261,7 @@ class DecodeHandover(ABC, Generic[R]):
             progress.finished_prefills.append(event.attempt)
             self._metrics.attempt("done")
             if self.measures is not None:
-                self._unmeasured[event.attempt] = (remote.blocks * self._capacity.block_size,
-                                                   time.monotonic() - remote.request.parked_at)
+                self._unmeasured[event.attempt] = remote.tokens, time.monotonic() - remote.request.parked_at
                 if len(self._unmeasured) > KEPT_UNMEASURED:
                     del self._unmeasured[next(iter(self._unmeasured))]
             self._count_timings(event.attempt, event.timings)
@@ -367,8 +374,8 @@ class DecodeHandover(ABC, Generic[R]):
         return AskedPlace.LOCAL if place is AskedPlace.AUTO and asks_for_hold(extra_args) else place
 
     def _hold(self, request: R) -> Attempt | None:
-        """The hold of a prefill engine that it names."""
-        return named_hold(self._extra_args(request))
+        """The hold of a prefill engine that it names. With several groups of blocks nobody keeps any."""
+        return None if self._capacity.rows.windows else named_hold(self._extra_args(request))
 
     def _metaserver(self, request: R) -> str | None:
         """The metaserver that it names, if this engine may post there."""
@@ -433,12 +440,13 @@ class DecodeHandover(ABC, Generic[R]):
     def _decide(self, request: R, cached_tokens: int, remote: RemoteRequest, view: QueueView, parked_blocks: int,
                 parked_requests: int) -> Decision:
         """Apply the policy. `parked_blocks` and `parked_requests` do not count the request itself."""
-        block_size, tokens, attempts = self._capacity.block_size, self._num_tokens(request), remote.attempts
+        rows, tokens, attempts = self._capacity.rows, self._num_tokens(request), remote.attempts
+        cached_blocks, theirs = cached_tokens // rows.block_size, tokens - rows.own_tokens
         if self._has_outputs(request):  # preempted: a job is a prompt, and its blocks would hold the outputs too
             attempts = self._policy.attempts
         found = PolicyInput(prompt_tokens=tokens,
                             cached_tokens=cached_tokens,
-                            blocks=-(-tokens // block_size) - cached_tokens // block_size,
+                            blocks=rows.count(tokens, cached_blocks) - cached_blocks,
                             can_go_remote=self._can_go_remote(request),
                             attempts_made=attempts,
                             time_left_s=self._time_left_s(remote),
@@ -451,7 +459,7 @@ class DecodeHandover(ABC, Generic[R]):
                             total_requests=self._capacity.total_requests,
                             expected=self._expected(tokens - cached_tokens, remote.failed_peers),
                             asked=self._asked(request),
-                            whole_blocks=tokens // block_size - cached_tokens // block_size)
+                            whole_blocks=theirs // rows.block_size - cached_blocks)
         hold = None if remote.hold_settled else self._hold(request)
         if hold is not None and may_read_hold(
                 msgspec.structs.replace(found, prefill_peers=int(self._session.knows_holder(hold.incarnation))),
@@ -513,7 +521,7 @@ class DecodeHandover(ABC, Generic[R]):
 
     @abstractmethod
     def _prompt(self, request: R) -> list[int]:
-        """The token ids of its prompt."""
+        """The token ids of its prompt that a peer is to compute, those of its prefix hit included."""
 
     @abstractmethod
     def _priority(self, request: R) -> int:

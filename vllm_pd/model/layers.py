@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is transferred is one block table for all layers: each block has the KV of its tokens in every layer, in one
-shape, and nothing else. A model whose layers have more, less or other than that is refused.
+"""What is transferred are blocks of one size that have the KV of their tokens in every layer of a group, in one shape,
+and nothing else. A model whose layers have more, less or other than that is refused.
 
 `check_layers` and `check_v1_layers` refuse by the configuration, before the model is loaded. It does not tell
 everything. `check_groups` looks at what V1 has made of it, and `vllm_pd.transfer.layout` at the cache itself.
 
-A sliding window in some layers is none of these as long as V1 keeps the blocks of all tokens in one group. It does so
-for a connector that does not know groups (`SupportsHMA`).
+A sliding window in some layers: V1 keeps these in groups of their own, which have the blocks of the last tokens only
+(`vllm_pd.protocol.rows`), or, without its hybrid KV cache manager, those of all tokens in one group with all layers.
 """
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.model.drafter import WITHOUT_KV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,9 +59,6 @@ def check_layers(config: VllmConfig) -> None:
 
 def check_v1_layers(config: VllmConfig) -> None:
     """As `check_layers`, by what only V1's configuration has."""
-    if not config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise ConfigError("disable_hybrid_kv_cache_manager", False, "leave both forms of the flag away: vLLM must keep "
-                          "the blocks of all layers in one group, and sets that by itself")
     if config.cache_config.kv_cache_dtype_skip_layers:
         raise ConfigError("kv_cache_dtype_skip_layers", config.cache_config.kv_cache_dtype_skip_layers,
                           "remove it: the cache must be of one type in all layers")
@@ -77,27 +75,59 @@ def check_v1_layers(config: VllmConfig) -> None:
 
 
 def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
-    """All layers must be in one group of blocks, which has the KV of all tokens: transfers go by the block ids of one
-    group. Raises ConfigError."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-    kinds = [{type(spec) for spec in _layer_specs(group.kv_cache_spec)} for group in groups]
-    if kinds not in ([{FullAttentionSpec}], [{MLAAttentionSpec}]):
-        names = [" and ".join(sorted(kind.__name__ for kind in each)) for each in kinds]
+    """All layers must be in one group of blocks, which has the KV of all tokens, or in such groups and others with
+    sliding windows, all of whose blocks have one size. Raises ConfigError."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+    specs = [layer_specs(group.kv_cache_spec) for group in groups]
+    kinds = [{type(spec) for spec in each} for each in specs]
+    if kinds in ([{FullAttentionSpec}], [{MLAAttentionSpec}]):
+        return
+    names = [" and ".join(sorted(kind.__name__ for kind in each)) for each in kinds]
+    if {FullAttentionSpec} not in kinds or any(each not in ({FullAttentionSpec}, {SlidingWindowSpec})
+                                               for each in kinds):
         raise ConfigError("kv_cache_groups", names, "serve a model for which vLLM keeps the KV of all tokens in one "
-                          "group of blocks: others can't be transferred")
+                          "group of blocks, with or without others for layers with a sliding window")
+    shapes = {(spec.block_size, spec.page_size_bytes, spec.num_kv_heads, spec.head_size, spec.dtype,
+               getattr(spec, "extra_retained_tokens", 0)) for each in specs for spec in each}
+    windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in specs]
+    if len(shapes) > 1 or max(map(len, windows)) > 1:
+        raise ConfigError("kv_cache_groups", names, f"{ONE_SHAPE}here (tokens of a block, bytes, KV heads, head size, "
+                          f"type, kept tokens) are {sorted(map(str, shapes))}; or write "
+                          "--disable-hybrid-kv-cache-manager")
+
+
+def choose_one_group(config: VllmConfig, is_asked_for: bool, has_store: bool) -> None:
+    """Have V1 keep all layers in one group, as with `--disable-hybrid-kv-cache-manager`, where something else is on
+    that was not tried with several. `is_asked_for`: the user has written the flag that turns the manager on. Raises
+    ConfigError for both together."""
+    scheduler, drafting = config.scheduler_config, config.speculative_config
+    stages = config.parallel_config.pipeline_parallel_size
+    reasons = {"store": has_store, "pipeline_parallel_size": stages > 1 and stages,
+               "speculative_config.method": drafting and drafting.method not in WITHOUT_KV and drafting.method}
+    key = next((key for key, value in reasons.items() if value), None)
+    if key is None or scheduler.disable_hybrid_kv_cache_manager:
+        return
+    if is_asked_for:
+        raise ConfigError("disable_hybrid_kv_cache_manager", False, f"leave --no-disable-hybrid-kv-cache-manager away: "
+                          f"with {key}={reasons[key]} it was not tried, and all layers must be in one group of blocks")
+    scheduler.disable_hybrid_kv_cache_manager = True
 
 
 def check_stored_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
-    """As `check_groups`, for the store: the KV of a block must also follow from the tokens up to its end, by which it
-    is named. It does not where a prompt is computed with attention to later tokens (Prefix LM). Raises ConfigError."""
+    """As `check_groups`, for the store: all layers must be in one group, and the KV of a block must follow from the
+    tokens up to its end, by which it is named. It does not where a prompt is computed with attention to later tokens
+    (Prefix LM). Raises ConfigError."""
     check_groups(groups)
-    if any(spec.non_causal for group in groups for spec in _layer_specs(group.kv_cache_spec)):
+    if len(groups) > 1:
+        raise ConfigError("kv_cache_groups", len(groups), "write --disable-hybrid-kv-cache-manager: the store keeps "
+                          "the blocks of one group")
+    if any(spec.non_causal for group in groups for spec in layer_specs(group.kv_cache_spec)):
         raise ConfigError("kv_cache_groups", "non_causal", "serve this model without the store: the KV of its prompts "
                           "depends on later tokens, so it is of no use to a prompt with the same beginning")
 
 
-def _layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
-    """The layers' own, of a group of layers that differ in shape."""
+def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
+    """Of the layers of a group: one for all, or, where they differ in shape, their own."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 

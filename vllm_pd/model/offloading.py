@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusing flags of vLLM with which it does not come to a connector of ours while it makes the configuration.
+"""Flags of vLLM with which it does not come to a connector of ours while it makes the configuration.
 
 `--kv-offloading-size`: vLLM puts its own connector in the place of ours, and says nothing. The engine would serve, and
-work with no other. `--[no-]disable-hybrid-kv-cache-manager`: vLLM need not ask our class whether it can be with that
-manager, so our part of the configuration is not made, and the engine ends after the model is loaded.
+work with no other: refused. `--[no-]disable-hybrid-kv-cache-manager`: vLLM need not ask our class whether it can be
+with that manager, so our part of the configuration would not be made: the plugin imports the class itself.
 
 The rewritten configuration still has our settings. It can be looked at if our connector's class was imported before
 (`vllm_pd.v1.claim`): vLLM does that where it uses full CUDA graphs, else it never asks for the class. So the plugin
@@ -38,20 +38,18 @@ def check_command_line(connectors: Iterable[str]) -> None:
     sizes = [found[1] or "".join(sys.argv[place + 1:place + 2])
              for place, one in enumerate(sys.argv) if (found := _OPTION.fullmatch(one))]
     for connector in connectors if sizes else ():
-        if _names(connector):
+        if is_named(connector):
             raise _refusal(connector, sizes[-1])
 
 
-def check_hybrid_flag(connector: str) -> None:
-    """Raises ConfigError where this process's command line names this connector, and has either form of the flag for
-    the hybrid KV cache manager."""
-    values = [found[1] is None for one in sys.argv if (found := _HYBRID.fullmatch(one))]
-    if values and _names(connector):
-        raise ConfigError("disable_hybrid_kv_cache_manager", values[-1], "leave both forms of the flag away: with "
-                          f"{connector} vLLM keeps the blocks of all layers in one group by itself")
+def hybrid_flag() -> bool | None:
+    """Whether this process's command line turns the hybrid KV cache manager on or off; None: it has neither flag."""
+    values = [found[1] is not None for one in sys.argv if (found := _HYBRID.fullmatch(one))]
+    return values[-1] if values else None
 
 
-def _names(connector: str) -> bool:
+def is_named(connector: str) -> bool:
+    """Whether this process's command line names this connector."""
     return any(re.search(rf"\b{connector}\b", one) for one in sys.argv)
 
 

@@ -16,6 +16,8 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_pd.protocol.rows import BlockRows
+
 PROTOCOL = 3
 
 MAX_ID_CHARS = 1024
@@ -30,6 +32,7 @@ MAX_DETOURS = 64  # Ps, in one job
 MAX_ZONE_CHARS = 64
 MAX_FENCES = 1024  # peers, in one status
 MAX_TRIED = 64  # addresses, in one order
+MAX_GROUPS = 256  # of KV blocks, in one engine
 MAX_LISTENS = 1024  # of one engine: its ranks' network devices
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
 SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
@@ -92,6 +95,12 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     pp: int = 1
     engine: Text = ""  # what else decides the bytes of a block: engines name it as they see fit
     transport: Text = "nixl"  # one of an older release has no other
+    windows: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()  # of each group: `protocol.rows`
+
+    @property
+    def rows(self) -> BlockRows:
+        """Which blocks of a prompt go from one to the other."""
+        return BlockRows(self.block_size, self.windows)
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may

@@ -406,12 +406,12 @@ class PrefillProtocol:
                         job.job.priority)]
 
     def _problem(self, now: float, job: OfferedJob, grant: m.Grant) -> str:
-        block_size = self.member.fingerprint.block_size
-        blocks = -(-len(job.job.token_ids) // block_size)
-        if len(grant.block_ids) != blocks or len(set(grant.block_ids)) != blocks:
-            return f"{len(grant.block_ids)} blocks granted for {len(job.job.token_ids)} tokens of {block_size} a block"
+        rows, tokens = self.member.fingerprint.rows, len(job.job.token_ids)
+        blocks = -(-tokens // rows.block_size)
         if grant.cached_blocks >= blocks:
             return f"{grant.cached_blocks} of {blocks} blocks are cached: nothing to do"
+        if not len(set(grant.block_ids)) == len(grant.block_ids) == rows.count(tokens, grant.cached_blocks):
+            return f"{len(grant.block_ids)} blocks granted for {tokens} tokens of {rows.block_size} a block"
         if now >= job.lease_until:
             return "the lease was over when it came"
         return ""

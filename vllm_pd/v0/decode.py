@@ -10,6 +10,7 @@ from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.features import can_go_remote
 
@@ -24,8 +25,9 @@ class RemotePrefills(DecodeHandover["SequenceGroup"]):
     def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, metrics: PDMetrics,
                  split_requests: Mapping[str, SequenceGroupBase], speed: StepSpeed) -> None:
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
-        super().__init__(config, session, DecodeCapacity(cache.block_size, cache.num_gpu_blocks, batch.max_num_seqs,
-                                                          batch.max_num_batched_tokens), metrics, speed)
+        super().__init__(config, session, DecodeCapacity(BlockRows(cache.block_size), cache.num_gpu_blocks,
+                                                          batch.max_num_seqs, batch.max_num_batched_tokens),
+                         metrics, speed)
         self._scheduler = scheduler
         self._split_requests = split_requests
         self._caching = bool(cache.enable_prefix_caching)

@@ -29,6 +29,7 @@ from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote
+from vllm_pd.v1.groups import block_rows
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
 from vllm_pd.v1.prefill import InternalRequests
 
@@ -62,19 +63,22 @@ class StepMetadata(KVConnectorMetadata):
 
 class EngineHandover(HandoverEngine):
     """The binding of one engine. It owns `agent`, which runs, and `transfer`, which it starts; `close` ends both.
-    `capacity` is that of the engine as a prefill engine."""
+    `capacity` is that of the engine as a prefill engine. One whose layers are in several groups of blocks must keep no
+    prompts and read no prefixes (`vllm_pd.v1.start`)."""
 
     def __init__(self, config: PDConfig, scheduler: HandoverScheduling, access: EngineAccess, agent: ControlAgent,
                  transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder) -> None:
         super().__init__(config, agent, transfer, metrics)
         self._scheduler = scheduler
         self._access = access
+        rows = block_rows(scheduler.kv_cache_config.kv_cache_groups)
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
-        self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, metrics, self.speed)
+        self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, rows, metrics,
+                                              self.speed)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol.prefill, scheduler, access, capacity, self.fence,
-                                                 metrics, self.speed)
+                                                 rows, metrics, self.speed)
             self.prefill_jobs.execute = transfer.execute
             self.prefill_jobs.set_credits()
         self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
@@ -102,14 +106,15 @@ class EngineHandover(HandoverEngine):
         """The request has these blocks; it is being parked where `remote_tokens` is more than 0."""
         self._lacks_room = False
         part = self.prefill_jobs if self._is_internal(request) else self.remote_prefills
-        part.allocated(request, blocks.get_block_ids()[0], remote_tokens)
+        part.allocated(request, blocks.get_block_ids(), remote_tokens)
 
-    def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
-        """The request has ended and still has its blocks. Returns what its answer says of those that are held."""
+    def finished(self, request: Request, tables: tuple[list[int], ...]) -> dict[str, Any] | None:
+        """The request has ended and still has its blocks, those of each group. Returns what its answer says of those
+        that are held."""
         params = None
         self.remote_prefills.note_ended(request)
         if self._is_internal(request):
-            self._guard(self.prefill_jobs.finished, request, block_ids, self._progress)
+            self._guard(self.prefill_jobs.finished, request, tables, self._progress)
             self._transmit()
         else:
             self.remote_prefills.withdraw(request.request_id)
@@ -118,7 +123,7 @@ class EngineHandover(HandoverEngine):
                 self.prefill_jobs.drop_prompt(request.request_id)
             if request.status in _COMPUTED and can_go_remote(request):
                 params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
-                                     request.prompt_token_ids, block_ids, self.remote_prefills.set_aside_blocks)
+                                     request.prompt_token_ids, tables[0], self.remote_prefills.set_aside_blocks)
         self.changed()
         return params
 

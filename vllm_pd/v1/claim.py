@@ -32,8 +32,8 @@ from vllm_pd.model.checks import (
 )
 from vllm_pd.model.drafter import check_drafter, pin_drafter
 from vllm_pd.model.fingerprint import pin_weights
-from vllm_pd.model.layers import check_v1_layers
-from vllm_pd.model.offloading import check_offloading
+from vllm_pd.model.layers import check_v1_layers, choose_one_group
+from vllm_pd.model.offloading import check_offloading, hybrid_flag
 from vllm_pd.model.store_checks import check_shared_store
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.events import check_ports
@@ -100,6 +100,7 @@ def claim(config: VllmConfig) -> None:
     if OWN_KEY not in transfer.kv_connector_extra_config:
         ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
         check_config(config, ours)
+        choose_one_group(config, hybrid_flag() is True, ours.store is not None)
         own = {OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}}
         if "bind" in transfer.kv_connector_extra_config:  # what a name or `auto` is now, for all processes
             own["bind"] = ours.bind

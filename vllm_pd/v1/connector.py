@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from vllm_pd.v1.worker import RankHandshake, RankWorker
 
 
-class PDConnector(KVConnectorBase_V1):
-    """Without `SupportsHMA`: V1 then keeps all layers in one group of blocks, which is what is transferred."""
+class PDConnector(KVConnectorBase_V1, SupportsHMA):
+    """Both roles. With `SupportsHMA`, so V1 may keep layers with a sliding window in groups of blocks of their own."""
 
     _cache_hit_source = CacheHitSource.P2P  # the label of V1's figures
 
@@ -84,8 +85,10 @@ class PDConnector(KVConnectorBase_V1):
         """What goes to the workers with this step."""
         return self.binding.step_metadata() if self.binding is not None else StepMetadata(0, False)
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended. Its blocks are V1's to free at once: what a transfer touches has our reference."""
+    def request_finished_all_groups(self, request: Request,
+                                    block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """The request has ended. Its blocks, those of each group, are V1's to free at once: what a transfer touches has
+        our reference."""
         return False, self.binding.finished(request, block_ids) if self.binding is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

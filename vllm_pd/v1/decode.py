@@ -22,6 +22,7 @@ from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.features import can_go_remote
 
@@ -38,12 +39,13 @@ class ParkedRequests(DecodeHandover["Request"]):
     """All prompts of one V1 engine that are, or may be, prefilled elsewhere."""
 
     def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, fence: BlockFence,
-                 metrics: PDMetrics, speed: StepSpeed) -> None:
+                 rows: BlockRows, metrics: PDMetrics, speed: StepSpeed) -> None:
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
         for_drafts = scheduler._spec_decode_step_blocks  # V1 parks a request only where so many are free beside it
         blocks = cache.num_gpu_blocks - (for_drafts + 1 if for_drafts else 0)  # nor is its null block ever free
-        super().__init__(config, session, DecodeCapacity(scheduler.block_size, blocks, batch.max_num_seqs,
+        super().__init__(config, session, DecodeCapacity(rows, blocks, batch.max_num_seqs,
                                                          scheduler.max_num_scheduled_tokens), metrics, speed)
+        self._rows = rows
         self._scheduler = scheduler
         self._fence = fence
         self._caching = bool(cache.enable_prefix_caching)
@@ -57,8 +59,8 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._ended: list[Request] = []  # as they were at their end, while a step in flight still computes them
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
-        """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all, or 0. None: ask again
-        with the next step. May be asked any number of times."""
+        """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all but our own, or 0. None:
+        ask again with the next step. May be asked any number of times."""
         self._matched.pop(request.request_id, None)
         self._looked_up[request.request_id] = cached_tokens
         decision = self.decide(request, cached_tokens)
@@ -67,17 +69,18 @@ class ParkedRequests(DecodeHandover["Request"]):
         if self._awaits_twin(request, cached_tokens, decision) or self._awaits_hit(request, cached_tokens, decision):
             return None
         self._matched[request.request_id] = decision, cached_tokens
-        return request.num_prompt_tokens - cached_tokens if decision.remote else 0
+        return self._num_remote(request) - cached_tokens if decision.remote else 0
 
-    def allocated(self, request: Request, block_ids: list[int], remote_tokens: int) -> None:
-        """The request has blocks for its whole prompt, or for what is computed of it next. `remote_tokens`: as `match`
-        answered; more than 0 where the request is being parked."""
+    def allocated(self, request: Request, tables: tuple[list[int], ...], remote_tokens: int) -> None:
+        """The request has blocks for what a peer is to compute, or for what is computed here next. `tables`: the block
+        ids of each group. `remote_tokens`: as `match` answered; more than 0 where the request is being parked."""
         if (looked_up := self._looked_up.pop(request.request_id, None)) is not None and not request.num_preemptions:
             self._uncount(request, looked_up, remote_tokens)
         decision, cached_tokens = self._matched.pop(request.request_id, (None, 0))
         if decision is None or decision.remote != (remote_tokens > 0):
             return  # it was settled before
         if (attempt := self.commit(request, decision)) is not None:
+            block_ids = self._rows.pick(tables, self._num_remote(request), cached_tokens // self._rows.block_size)
             self._fence.hold(attempt, block_ids)
             self._by_attempt[attempt] = request
             self._by_id[request.request_id] = attempt
@@ -101,7 +104,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         stats = self._scheduler.connector_prefix_cache_stats
         if request is None or hit is None or stats is None:
             return
-        came = request.num_prompt_tokens - hit
+        came = self._num_remote(request) - hit
         self._scheduler.kv_cache_manager.record_prefix_cache_stats(request, hit)
         stats.record(came, came, False, self._scheduler.connector.get_external_cache_hit_sources(request, came))
 
@@ -179,6 +182,10 @@ class ParkedRequests(DecodeHandover["Request"]):
                 return True  # a block's hash is that of all tokens up to it
         return False
 
+    def _num_remote(self, request: Request) -> int:
+        """How many tokens of its prompt a peer is to compute, those of its prefix hit included."""
+        return request.num_prompt_tokens - self._rows.own_tokens
+
     def _parked(self) -> Mapping[Attempt, Request]:
         return self._by_attempt
 
@@ -198,7 +205,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         return request.request_id
 
     def _prompt(self, request: Request) -> list[int]:
-        return list(request.prompt_token_ids)
+        return list(request.prompt_token_ids)[:self._num_remote(request)]
 
     def _priority(self, request: Request) -> int:
         return request.priority

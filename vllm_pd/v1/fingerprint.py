@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str) -> Fingerprint:
-    """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are."""
+def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str, windows: tuple[int, ...] = ()) -> Fingerprint:
+    """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are, `windows`
+    those of its groups (`protocol.rows`). Where layers of several groups share memory they count once."""
     model, parallel = config.model_config, config.parallel_config
     kv_dtype = config.cache_config.cache_dtype
     return Fingerprint(
@@ -34,7 +35,8 @@ def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str) -> Fin
         layout=cache.layout.value,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
-        engine=engine)
+        engine=engine,
+        windows=windows)
 
 
 def total_kv_heads(config: VllmConfig) -> int:

@@ -30,6 +30,7 @@ from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.contract import StepShare
 
@@ -54,10 +55,12 @@ class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
     def __init__(self, config: PDConfig, session: PrefillSession, scheduler: Scheduler, access: EngineAccess,
-                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed) -> None:
+                 capacity: PrefillCapacity, fence: BlockFence, rows: BlockRows, metrics: PDMetrics,
+                 speed: StepSpeed) -> None:
         self._scheduler = scheduler
         self._access = access
         self._fence = fence
+        self._rows = rows
         self._attempts: dict[str, Attempt] = {}  # by request id, until the request's last output was dropped
         self._hits: dict[str, int] = {}  # by request id: the prefix hit, from the look-up to the allocation
         self._lookups: PrefixLookups | None = None
@@ -95,14 +98,16 @@ class InternalRequests(PrefillHandover):
             return 0
         return self._jobs[attempt].prefill.cached_blocks * self._block_size - cached_tokens
 
-    def allocated(self, request: Request, block_ids: list[int], remote_tokens: int) -> None:
-        """The request has these blocks. `remote_tokens`: more than 0 where it is being parked for the read."""
+    def allocated(self, request: Request, tables: tuple[list[int], ...], remote_tokens: int) -> None:
+        """The request has these blocks of each group. `remote_tokens`: more than 0 where it is being parked for the
+        read."""
         attempt = self._attempts[request.request_id]
         cached_tokens = self._hits.pop(request.request_id, None)
         if cached_tokens is not None and not request.num_preemptions:  # V1 counts it now, see its SchedulerStats
             self._lookups = (self._lookups or PrefixLookups()) + PrefixLookups(
                 1, request.num_tokens, cached_tokens, 1, request.num_tokens - cached_tokens, remote_tokens)
         if remote_tokens > 0:
+            block_ids = tables[self._rows.lead]  # the only group: with several no prefix is read
             self._fence.hold(attempt, block_ids)
             self._parked[attempt] = request
             self.read_prefix(attempt, block_ids, cached_tokens)
@@ -181,7 +186,8 @@ class InternalRequests(PrefillHandover):
             job = self._jobs.get(chunk.attempt)
             if job is None or job.state is not JobStage.COMPUTING or job.request.num_preemptions != chunk.preemptions:
                 continue
-            whole = self._scheduler.kv_cache_manager.get_block_ids(job.request_id)[0][:chunk.tokens // self._block_size]
+            tables = self._scheduler.kv_cache_manager.get_block_ids(job.request_id)
+            whole = tables[self._rows.lead][:chunk.tokens // self._block_size]  # other groups' rows leave at the end
             block_ids = whole[job.prefill.cached_blocks + job.writes.added:]
             if block_ids and not job.writes.is_closed:
                 self._fence.hold(chunk.attempt, block_ids)
@@ -189,8 +195,8 @@ class InternalRequests(PrefillHandover):
                 found = True
         return found
 
-    def finished(self, request: Request, block_ids: list[int], progress: Progress) -> None:
-        """One of our requests has ended, and still has its blocks."""
+    def finished(self, request: Request, tables: tuple[list[int], ...], progress: Progress) -> None:
+        """One of our requests has ended, and still has its blocks, those of each group."""
         attempt = self._attempts[request.request_id]
         if self._parked.pop(attempt, None) is not None:
             self.aborted(attempt)
@@ -202,6 +208,7 @@ class InternalRequests(PrefillHandover):
             return
         first = job.prefill.cached_blocks
         try:
+            block_ids = self._rows.pick(tables, len(job.prefill.token_ids), first)
             self._fence.hold(attempt, block_ids[first + job.writes.added:first + len(job.prefill.block_ids)])
         except Exception as error:
             self.lost(attempt, f"its blocks can't be held: {error}", progress)
@@ -255,7 +262,7 @@ class InternalRequests(PrefillHandover):
 
     def _cached_tokens(self, prompt: PromptInTurn) -> int:
         find = self._scheduler.kv_cache_manager.block_pool.get_cached_block
-        hits = itertools.takewhile(lambda name: find(name, [0]) is not None, prompt.request.block_hashes)
+        hits = itertools.takewhile(lambda name: find(name, [self._rows.lead]) is not None, prompt.request.block_hashes)
         return self._block_size * sum(1 for _ in hits)
 
     @property

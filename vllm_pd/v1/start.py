@@ -2,10 +2,12 @@
 """How an engine with our connector joins its peers: the parts of an `EngineHandover`, put together."""
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from vllm_pd.decisions.prefix import PrefixReads
 from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
 from vllm_pd.peer.agent import ControlAgent
@@ -15,6 +17,7 @@ from vllm_pd.transfer.heap import freeze_heap
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
+from vllm_pd.v1.groups import block_rows
 from vllm_pd.v1.metrics import MetricsRecorder
 from vllm_pd.v1.settings import front_of_rank, read_settings
 
@@ -35,9 +38,14 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     vllm_config = engine.vllm_config
     settings = read_settings(vllm_config)
     config = PDConfig.parse(settings.kv_role, settings.extra)
+    windows = block_rows(engine.scheduler.kv_cache_config.kv_cache_groups).windows
+    if windows:  # only the rows that a job sends were tried with several groups
+        config = dataclasses.replace(config, prefix_reads=PrefixReads.NEVER.value, hold_s=0.0)
+        logger.info("layers are in groups of blocks with windows of %s tokens (0: all): no prefix is read from a "
+                    "decode engine, and no prompt kept for one; --disable-hybrid-kv-cache-manager has both", windows)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
-                                              config.holds_prompts)
+                                              config.holds_prompts, windows)
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
     require_free_front(front, vllm_config.kv_transfer_config.engine_id)
     agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.watch)

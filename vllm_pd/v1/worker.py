@@ -150,9 +150,10 @@ class RankWorker:
 
 def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[int, int], RankHandshake],
                  transport: TransportChoice = NIXL,
-                 is_read: bool = False) -> tuple[Member, bytes, RemoteEngineTransfer]:
+                 is_read: bool = False,
+                 windows: tuple[int, ...] = ()) -> tuple[Member, bytes, RemoteEngineTransfer]:
     """Attach EngineCore to its ranks. `handshakes` by pipeline stage and tensor-parallel rank, as vLLM has them.
-    `is_read`: peers may read from a prefill engine, too.
+    `is_read`: peers may read from a prefill engine, too. `windows`: of the groups of blocks (`protocol.rows`).
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
     transfers of all ranks, which the caller owns: it must `start` and `close` them. Raises ConfigError if the ranks'
@@ -173,7 +174,7 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
         raise ConfigError("attention backend", sorted({rank.engine for rank in ranks}), "all ranks must have the same")
     stages = [msgspec.msgpack.decode(rank.cache, type=CacheDescription) for rank in ranks[::tp]]
     member = local_member(role, msgspec.structs.replace(
-        fingerprint(vllm_config, stages[0], ranks[0].engine), layers=sum(stage.layers for stage in stages),
+        fingerprint(vllm_config, stages[0], ranks[0].engine, windows), layers=sum(stage.layers for stage in stages),
         transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     connections, metadata = connect_ranks({number: (rank.process[0], rank.address)

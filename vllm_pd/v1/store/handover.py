@@ -99,11 +99,11 @@ class HandoverWithStore(EngineHandover):
                                        request.num_tokens - offer.cached_tokens, remote_tokens)
         self._store.update_state_after_alloc(request, blocks, remote_tokens)
 
-    def finished(self, request: Request, block_ids: list[int]) -> dict[str, Any] | None:
+    def finished(self, request: Request, tables: tuple[list[int], ...]) -> dict[str, Any] | None:
         """The request has ended and still has its blocks."""
         self._offers.pop(request.request_id, None)
         self._loaded.discard(request.request_id)
-        return super().finished(request, block_ids)
+        return super().finished(request, tables)
 
     def loads_ended(self, ended: Mapping[str, int], failed: Collection[str]) -> None:
         """So many ranks have reported these ids. They are applied when the step's output has been processed."""

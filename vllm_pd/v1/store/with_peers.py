@@ -150,10 +150,11 @@ class PDConnectorWithStore(PDConnector):
         """Whether steps are needed although there may be no request: a load's end is reported with one."""
         return self.binding is not None and self.binding.is_loading
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Request,
+                                    block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended. Its blocks are V1's to free at once."""
-        self._store.request_finished(request, block_ids)
-        return super().request_finished(request, block_ids)
+        self._store.request_finished(request, block_ids[0])  # of the only group
+        return super().request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool:
         """Cached KV is not to be used any more."""

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B114: layers with a sliding window in groups of blocks of their own: only what the next token reads goes from a
+prefill engine to a decode engine, and every answer is that of one engine (tests/v1/windows.py)."""
+import pytest
+
+from tests.v1 import simulated
+from tests.v1.simulated import BLOCK_SIZE, WrongRead, answer
+from tests.v1.walk import failure, history, shrink
+from tests.v1.windows import WindowEngine
+from vllm_pd.protocol.rows import BlockRows
+from vllm_pd.v1.decode import ParkedRequests
+from vllm_pd.v1.prefill import InternalRequests
+
+WINDOW = 40
+GROUPS = [(0, WINDOW), (WINDOW, 0, 23), (0, 0, BLOCK_SIZE)]
+HISTORIES = 100
+MOST = 400  # histories until a planted defect is found
+LENGTHS = range(BLOCK_SIZE + 2, 141)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("CRITICAL", logger="vllm.pd")
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(7 * length + 3 * at) % 4000 + 1 for at in range(length)]
+
+
+def hand_over(engine: WindowEngine, name: str, prompt: list[int]) -> None:
+    """From its coming to its end."""
+    engine.add(name, prompt, 4)
+    engine.run()
+    engine.prefilled(name)
+    engine.run()
+    assert engine.outputs[name] == answer(prompt, 4)
+
+
+@pytest.mark.parametrize("windows", GROUPS)
+def test_b114_every_length_of_a_remote_prompt(model_folder, windows):
+    """Around each border of a block and of a window."""
+    engine = WindowEngine(model_folder, windows=windows, blocks=96, caching=False)
+    for length in LENGTHS:
+        hand_over(engine, f"r{length}", prompt_of(length))
+        token_ids, block_ids, _ = engine.protocol.jobs[engine.attempt(f"r{length}")]
+        assert len(token_ids) == length - 1, "the last token is D's"
+        most = sum(-(-(window - 1) // BLOCK_SIZE) + 1 for window in windows if window)
+        full = windows.count(0) * -(-len(token_ids) // BLOCK_SIZE)
+        assert full < len(block_ids) <= full + most, "of a window group only its end"
+    engine.check_answers()
+    engine.check_at_rest()
+
+
+def test_b114_a_whole_prompt_would_miss_a_key_at_one_of_so_many_lengths(model_folder, monkeypatch):
+    """Why the last token is not taken from a peer: V1 lays the window's blocks out for the token after it. A connector
+    that does take it, as upstream's NixlConnector, reads a key from no block where that token's window begins a new
+    one."""
+    monkeypatch.setattr(BlockRows, "own_tokens", 0)
+    wrong = []
+    for length in LENGTHS:
+        engine = WindowEngine(model_folder, windows=(0, WINDOW), blocks=96, caching=False)
+        try:
+            hand_over(engine, "r", prompt_of(length))
+        except WrongRead:
+            wrong.append(length)
+    assert wrong == [length for length in LENGTHS
+                     if length >= WINDOW and (length - WINDOW + 1) % BLOCK_SIZE == 0 and length > WINDOW]
+
+
+@pytest.mark.parametrize("windows", GROUPS)
+@pytest.mark.parametrize("batch_tokens", [16, 33, 512])
+@pytest.mark.parametrize("chunks", [False, True])
+def test_b114_every_length_of_a_job(model_folder, windows, batch_tokens, chunks):
+    """P sends what the next token reads, with D's prefix hit or without, whole or in chunks."""
+    engine = WindowEngine(model_folder, windows=windows, blocks=96, push_chunks=chunks, batch_tokens=batch_tokens)
+    for number, length in enumerate(LENGTHS):
+        prompt = prompt_of(length)
+        cached = number % (-(-length // BLOCK_SIZE))
+        attempt = engine.job(prompt, cached, number)
+        engine.run()
+        engine.check_sent(attempt, prompt)
+        engine.transfer.end(str(attempt))
+        engine.run()
+    assert engine.sent_rows > len(LENGTHS) * len(windows)
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("windows", GROUPS)
+def test_b114_a_prefix_hit_of_every_length(model_folder, windows):
+    """D has the beginning: P writes the rest, and of a window what lies behind the hit."""
+    engine, hits = WindowEngine(model_folder, windows=windows, blocks=256), []
+    for length in range(3 * BLOCK_SIZE, 140, 5):
+        whole = [length] * 3 + prompt_of(length)
+        begun = whole[:length // 2]
+        hand_over(engine, f"first {length}", begun)
+        hand_over(engine, f"second {length}", whole)
+        hits.append(engine.protocol.jobs[engine.attempt(f"second {length}")][2])
+    assert len(set(hits)) >= 3 and sum(map(bool, hits)) > len(hits) // 2, "others were evicted"
+    engine.check_at_rest()
+
+
+def settings(seed: int, in_flight: int, windows: tuple[int, ...]):
+    """Of an engine that a history is played on."""
+    drawn, steps = history(seed)
+    return drawn._replace(in_flight=in_flight, stages=simulated.STAGES, windows=windows, reads="never",
+                          blocks=drawn.blocks + (20 if seed % 4 else 44)), steps
+
+
+def first_failure(folder, in_flight: int, histories: int) -> str:
+    for seed in range(histories):
+        setting, steps = settings(seed, in_flight, GROUPS[seed % len(GROUPS)])
+        if found := failure(folder, setting, steps):
+            return "\n".join(map(str, (f"seed {seed}: {found}", setting, *shrink(folder, setting, steps))))
+    return ""
+
+
+@pytest.mark.search
+def test_b114_b20_b34_any_order(model_folder, in_flight):
+    assert not first_failure(model_folder, in_flight, HISTORIES)
+
+
+def whole_prompts(monkeypatch):
+    monkeypatch.setattr(BlockRows, "own_tokens", 0)
+
+
+def windows_a_block_later(monkeypatch):
+    monkeypatch.setattr("vllm_pd.protocol.rows.first_needed",
+                        lambda window, tokens: max(0, tokens - window + 1 + BLOCK_SIZE) if window else 0)
+
+
+def windows_of_the_first_group(monkeypatch):
+    """Chunks are taken from the group whose number is 0, whatever that is."""
+    step_done = InternalRequests.step_done
+
+    def mistaken(jobs, step):
+        jobs._scheduler.kv_cache_manager, manager = _Swapped(jobs), jobs._scheduler.kv_cache_manager
+        try:
+            return step_done(jobs, step)
+        finally:
+            jobs._scheduler.kv_cache_manager = manager
+
+    monkeypatch.setattr(InternalRequests, "step_done", mistaken)
+
+
+class _Swapped:
+    """A manager whose first two tables have changed places."""
+
+    def __init__(self, jobs: InternalRequests) -> None:
+        self._manager, self._lead = jobs._scheduler.kv_cache_manager, jobs._rows.lead
+
+    def get_block_ids(self, request_id: str) -> list[list[int]]:
+        tables = list(self._manager.get_block_ids(request_id))
+        other = int(self._lead == 0)
+        tables[self._lead], tables[other] = tables[other], tables[self._lead]
+        return tables
+
+
+def hit_ignored_by_windows(monkeypatch):
+    pick = BlockRows.pick
+    monkeypatch.setattr(BlockRows, "pick", lambda rows, tables, tokens, cached: pick(rows, tables, tokens, 0))
+
+
+def only_the_first_group_is_fenced(monkeypatch):
+    allocated = ParkedRequests.allocated
+
+    def without_windows(prefills, request, tables, remote_tokens):
+        hold = prefills._fence.hold
+        lead = set(tables[prefills._rows.lead])
+        prefills._fence.hold = lambda attempt, ids: hold(attempt, [one for one in ids if one in lead])
+        try:
+            allocated(prefills, request, tables, remote_tokens)
+        finally:
+            prefills._fence.hold = hold
+
+    monkeypatch.setattr(ParkedRequests, "allocated", without_windows)
+
+
+@pytest.mark.parametrize("defect", [whole_prompts, windows_a_block_later, windows_of_the_first_group,
+                                    hit_ignored_by_windows, only_the_first_group_is_fenced])
+def test_b114_the_search_finds_planted_defects(model_folder, defect, monkeypatch):
+    defect(monkeypatch)
+    monkeypatch.setattr("tests.v1.test_windows.shrink", lambda *history: ())
+    assert first_failure(model_folder, 1, MOST)

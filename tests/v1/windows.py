@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V1's real schedulers with layers that look back a window of tokens only, over the memory of tests/v1/simulated.py.
+
+V1 keeps such layers in groups of blocks of their own, of one pool. A slot holds which group has written it, and what. A
+step may read all keys that its tokens see: in a group with a window no others need to be there, or may be asked for.
+
+Which blocks a peer is granted, and sends, is worked out here from what the next token reads, token by token, and not by
+`vllm_pd.protocol.rows`.
+"""
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from tests.v1.simulated import PEER, VOCAB, Engine, WrongRead, WrongWrite, contents
+from vllm_pd.protocol import actions
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.transfer.requests import Write
+
+NULL = 0  # V1's filler in a block table
+REMOTE = 100  # the first block id of a peer
+
+
+class WindowEngine(Engine):
+    """An engine with these groups of layers: the window of each in tokens, 0 with full attention. It neither reads
+    prefixes nor keeps prompts, as `vllm_pd.v1.start` has it."""
+
+    def __init__(self, folder: Path, in_flight: int = 1, *, windows: tuple[int, ...], **more: Any) -> None:
+        self.windows = windows
+        super().__init__(folder, in_flight, **{**more, "prefix_reads": "never", "hold_s": 0.0})
+        self._cached_of: dict[str, int] = {}  # blocks of a job's prompt that its peer has, by its attempt
+        self.sent_rows = 0
+
+    def make_groups(self) -> list[KVCacheGroupSpec]:
+        return [KVCacheGroupSpec([f"l{group}"], SlidingWindowSpec(sliding_window=window, **self.shape())
+                                 if window else FullAttentionSpec(**self.shape()))
+                for group, window in enumerate(self.windows)]
+
+    def rows(self, tokens: int, cached: int) -> list[tuple[int, int]]:
+        """(group, number of its block) of each block that a peer writes, of which D has `cached` already: those whose
+        KV the token after these `tokens` reads. The first group with full attention comes first."""
+        size, lead = self.block_size, self.windows.index(0)
+        order = [lead, *(group for group in range(len(self.windows)) if group != lead)]
+        return [(group, number) for group in order for number in range(cached, -(-tokens // size))
+                if any(self._reads(group, tokens, key) for key in range(number * size, min(tokens, (number + 1) * size)))]
+
+    def _reads(self, group: int, query: int, key: int) -> bool:
+        """Whether the token at the position `query` reads the one at `key`, which is before it, in this group."""
+        return not self.windows[group] or key > query - self.windows[group]
+
+    # Peers.
+
+    def write(self, attempt: Attempt, tokens: int | None = None) -> None:
+        token_ids, block_ids, cached = self.protocol.jobs[attempt]
+        if attempt in self.released:
+            raise WrongWrite(f"{attempt} was released")
+        rows = self.rows(len(token_ids), cached)
+        assert len(rows) == len(block_ids) - cached, f"{len(block_ids) - cached} blocks were granted, not {len(rows)}"
+        found = contents(token_ids)
+        for (group, number), block in zip(rows, block_ids[cached:], strict=True):
+            if block == NULL:
+                raise WrongWrite("the filler is granted")
+            for at in range(number * self.block_size, min(len(token_ids), (number + 1) * self.block_size)):
+                if tokens is None or at < tokens:
+                    self.slots[block, at % self.block_size] = group, found[at]
+
+    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0) -> Attempt:
+        attempt = Attempt(PEER, "r", number)
+        self._cached_of[str(attempt)] = cached_blocks
+        count = len(self.rows(len(prompt), cached_blocks))
+        ids = list(range(REMOTE, REMOTE + cached_blocks + count))
+        self.tell(actions.Prefill(attempt, list(prompt), ids[cached_blocks:], cached_blocks, ids[:cached_blocks], PEER))
+        return attempt
+
+    def check_sent_write(self, write: Write, prompt: list[int]) -> None:
+        cached, found = self._cached_of[write.grant], contents(prompt)
+        rows = dict(enumerate(self.rows(len(prompt), cached), REMOTE + cached))
+        assert len(write.local_block_ids) == len(write.remote_block_ids)
+        if write.key == write.grant:
+            assert not rows or write.remote_block_ids[-1:] in ([], [max(rows)]), "it is the last one"
+        for block, remote in zip(write.local_block_ids, write.remote_block_ids, strict=True):
+            group, number = rows[remote]
+            self.sent_rows += 1
+            for at in range(number * self.block_size, min(len(prompt), (number + 1) * self.block_size)):
+                if self._reads(group, len(prompt), at) and self._slot(block, at) != (group, found[at]):
+                    raise WrongRead(f"position {at} of group {group} is sent from block {block}, which holds something "
+                                    f"else; {len(prompt)} tokens, {cached} blocks cached")
+
+    # Steps.
+
+    def capture(self, output) -> list[tuple]:
+        tables = {name: [list(table) for table in self.manager.get_block_ids(name)]
+                  for name in output.num_scheduled_tokens}
+        return [(name, start, count, tables[name], known, is_chunk)
+                for name, start, count, _, known, is_chunk in super().capture(output)]
+
+    def _compute(self, request_id: str, start: int, count: int, tables: list[list[int]], known: list[int],
+                 is_chunk: bool) -> list[int]:
+        found = contents(known[:start + count])
+        assert len(found) == start + count, f"{request_id}: a token is computed that is not known"
+        for group, table in enumerate(tables):
+            for key in range(start):
+                if self._reads(group, start, key) and self._slot(table[key // self.block_size], key) != (group, found[key]):
+                    raise WrongRead(f"{request_id} reads position {key} of group {group} at {start}, whose block "
+                                    f"{table[key // self.block_size]} holds something else")
+            for at in range(start, start + count):
+                block = table[at // self.block_size]
+                if block == NULL:
+                    raise WrongWrite(f"{request_id} writes position {at} of group {group} into the filler")
+                self.slots[block, at % self.block_size] = group, found[at]
+        self.tokens_computed += count
+        if is_chunk:
+            return []
+        token = found[-1] % VOCAB
+        if start + count == len(known):
+            known.append(token)
+        return [token]
+
+    def _slot(self, block: int, at: int) -> Any:
+        return None if block == NULL else self.slots.get((block, at % self.block_size))
+
+    def _blocks_of(self, request: Request) -> list[int]:
+        return [block for table in self.manager.get_block_ids(request.request_id) for block in table if block != NULL]

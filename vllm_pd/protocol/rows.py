@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which blocks of a prompt go from a prefill engine to a decode engine where layers differ in how far they look back.
+
+An engine may keep its layers in several groups, each with a block table of its own: layers with full attention need the
+KV of all tokens, those with a sliding window only that of the last ones, and their table has no block for the others.
+A *row* is one block of one group. Both sides list the rows of a prompt in the same order, by these functions alone:
+
+    the first group with full attention: all its blocks, from that of the first token on
+    then each other group, in order: its blocks that the peer's cache lacks and the next token may read
+
+The first list is what an engine with one group has. `cached_blocks`, the blocks of D's prefix hit, come first in it,
+and a window group has no row for them: D has all of its window before the hit's end.
+
+With a window nothing but the tokens *before* the last one may come from a peer (`BlockRows.own_tokens`). D computes the
+last one, whose query reads the keys of `window - 1` tokens before it. If D took the KV of the last token too and then
+computed it once more, as it does with one group, vLLM would lay its table out for the token after that: where that
+token's window begins with a new block, the oldest key of the last token's window is in no block any more.
+"""
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+B = TypeVar("B")
+
+
+class BlockRows(msgspec.Struct, frozen=True):
+    """The groups of an engine: `block_size` in tokens, the same in all, and each group's window in tokens, 0 with full
+    attention. No windows: one group with full attention."""
+    block_size: int
+    windows: tuple[int, ...] = ()
+
+    @property
+    def lead(self) -> int:
+        """The number of the group whose rows come first."""
+        return self.windows.index(0) if self.windows else 0
+
+    @property
+    def own_tokens(self) -> int:
+        """How many tokens at a prompt's end the decode engine always computes itself."""
+        return int(any(self.windows))
+
+    def count(self, tokens: int, cached_blocks: int) -> int:
+        """How many rows a prompt of so many tokens has, the `cached_blocks` of the first group included."""
+        end = -(-tokens // self.block_size)
+        return end + sum(max(0, end - first) for first in self._firsts(tokens, cached_blocks)[1:])
+
+    def pick(self, tables: Sequence[Sequence[B]], tokens: int, cached_blocks: int) -> list[B]:
+        """The rows of a prompt of so many tokens, from the block table of each group, which has a block or a filler for
+        each `block_size` tokens. Raises ValueError where a table ends before the prompt does."""
+        end = -(-tokens // self.block_size)
+        if len(tables) != max(1, len(self.windows)) or min(map(len, tables)) < end:
+            raise ValueError(f"block tables of {[len(table) for table in tables]} blocks for {tokens} tokens of "
+                             f"{self.block_size} a block in {max(1, len(self.windows))} groups")
+        order = [self.lead, *(group for group in range(len(tables)) if group != self.lead)]
+        return [block for group, first in zip(order, self._firsts(tokens, cached_blocks), strict=True)
+                for block in tables[group][first:end]]
+
+    def _firsts(self, tokens: int, cached_blocks: int) -> list[int]:
+        """The number of the first block that is a row: of the leading group, then of the others in order."""
+        others = [window for group, window in enumerate(self.windows) if group != self.lead]
+        return [0, *(max(cached_blocks, first_needed(window, tokens) // self.block_size) for window in others)]
+
+
+def first_needed(window: int, tokens: int) -> int:
+    """The first token whose KV the token after `tokens` tokens reads in a layer with this window; 0: full attention.
+    That token's own key is one of the `window` that it reads (vLLM's SlidingWindowManager.get_num_skipped_tokens)."""
+    return max(0, tokens - window + 1) if window else 0
