@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
 from vllm_pd.model import checks
+from vllm_pd.model.offloading import hybrid_flag
 from vllm_pd.model.source_names import Required
 from vllm_pd.model.store_checks import check_store
 from vllm_pd.rpc.keys import Keys
@@ -237,16 +239,19 @@ def test_b80_offloading_where_our_class_was_imported_before():
 @pytest.mark.parametrize("flag, value", [
     ("--disable-hybrid-kv-cache-manager", True), ("--no-disable-hybrid-kv-cache-manager", False),
     ("--disable_hybrid_kv_cache_manager", True), ("--no_disable_hybrid_kv_cache_manager", False)])
-def test_b80_the_hybrid_manager_s_flag_is_refused_with_the_command_line(monkeypatch, named, flag, value):
-    """B80: vLLM does not ask for our class with either form, and the model would be loaded before anybody sees it."""
+def test_b114_the_hybrid_manager_s_flag_has_the_plugin_import_our_class(monkeypatch, named, flag, value):
+    """B114: vLLM does not ask for it with either form, and the model would be loaded before anybody sees that."""
+    imported = []
+    monkeypatch.setattr("vllm_pd.v1.plugin.importlib", SimpleNamespace(import_module=imported.append))
     for words in (named, [flag], [flag, "--kv-transfer-config", '{"kv_connector": "PDStoreConnector"}'],
                   [flag + "-x", *named]):
         monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
         register()
+    assert not imported
     for words in ([*named, flag], [flag, *named]):
         monkeypatch.setattr("sys.argv", ["vllm", "serve", *words])
-        with pytest.raises(ConfigError, match=f"disable_hybrid_kv_cache_manager={value} .*leave both forms"):
-            register()
+        register()
+        assert imported.pop() == "vllm_pd.v1.activate" and hybrid_flag() is not value
 
 
 def events(port: int, replay: int | None = None, host: str = "*") -> dict:
@@ -339,17 +344,32 @@ def test_b101_b80_layers_whose_kv_differs_in_shape(changes):
         check_config(config, PDConfig.parse("kv_consumer", BROKER))
 
 
-def test_b101_b80_the_hybrid_kv_cache_manager():
-    """B80: where the user's flag has it on and vLLM knows our connector from another engine."""
-    with pytest.raises(ConfigError, match="disable_hybrid_kv_cache_manager=False.*leave both forms"):
-        configure(transfer(), disable_hybrid_kv_cache_manager=False)
+WINDOWS = {"hf_overrides": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}}
+EAGLE = {"method": "eagle", "model": str(Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-eagle")),
+         "num_speculative_tokens": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
-def test_b101_a_window_in_some_layers_passes():
-    """B101: the claim has vLLM keep all layers in one group."""
-    config = configure(transfer(), hf_overrides={"sliding_window": 64, "layer_types": ["sliding_attention",
-                                                                                       "full_attention"] * 2})
-    assert config.scheduler_config.disable_hybrid_kv_cache_manager and config.cache_config.sliding_window is None
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_b114_layers_in_groups_as_vllm_has_them(asked):
+    """B114: with either form of the flag, and with none."""
+    config = configure(transfer(), disable_hybrid_kv_cache_manager=asked, **WINDOWS)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is bool(asked)
+    config = configure(transfer(), speculative_config=NGRAM, **WINDOWS)
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager is False
+
+
+@pytest.mark.parametrize("extra, more, key", [
+    (STORED, {}, "store"), (BROKER, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+    (BROKER, {"speculative_config": EAGLE}, "speculative_config.method=eagle")], ids=str)
+def test_b114_b80_what_was_not_tried_with_groups(monkeypatch, extra, more, key):
+    """B114: all layers are in one group then. B80: both flags together are refused."""
+    made = configure(transfer("kv_both", extra), **more)
+    assert made.scheduler_config.disable_hybrid_kv_cache_manager is True
+    configure(transfer("kv_both", extra), disable_hybrid_kv_cache_manager=True, **more)
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "--no-disable-hybrid-kv-cache-manager"])
+    with pytest.raises(ConfigError, match=f"disable_hybrid_kv_cache_manager=False.*leave.*{key}"):
+        configure(transfer("kv_both", extra), disable_hybrid_kv_cache_manager=False, **more)
 
 
 @pytest.mark.parametrize("check", [lambda config: check_config(config, PDConfig.parse("kv_consumer", BROKER)),

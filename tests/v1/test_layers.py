@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B101: which layers V1 puts into one group of blocks for PDConnector, and what is refused. In the V1 environment."""
+"""B101, B114: how V1 groups layers for PDConnector, and what is refused. In the V1 environment."""
+import dataclasses
 import os
 
 import pytest
@@ -13,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     RSWASpec,
     SlidingWindowMLASpec,
@@ -20,7 +22,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.model.layers import check_stored_groups
 from vllm_pd.v1.connector import PDConnector
+from vllm_pd.v1.groups import block_rows
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
@@ -30,11 +34,12 @@ except ImportError:  # before 0.33
 SHAPE = dict(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = dict(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)
 FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)
+NARROW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 
 
 @pytest.fixture(scope="module")
 def config() -> VllmConfig:
-    """As vLLM makes it for a connector that does not know groups."""
+    """As vLLM makes it with `--disable-hybrid-kv-cache-manager`."""
     made = EngineArgs(model=os.environ["VLLM_PD_TINY_MODEL"], dtype="float32", max_model_len=512,
                       enforce_eager=True).create_engine_config()
     made.kv_transfer_config = KVTransferConfig(kv_connector="PDConnector", kv_role="kv_both",
@@ -44,10 +49,11 @@ def config() -> VllmConfig:
     return made
 
 
-def connect(config: VllmConfig, *layers: KVCacheSpec) -> None:
+def connect(config: VllmConfig, *layers: KVCacheSpec) -> list[KVCacheGroupSpec]:
     """What EngineCore does with the layers of its workers, up to its connector."""
     groups = get_kv_cache_groups(config, {f"layers.{number}": spec for number, spec in enumerate(layers)})
     PDConnector(config, KVConnectorRole.SCHEDULER, KVCacheConfig(10, [], groups))
+    return groups
 
 
 @pytest.mark.parametrize("layers", [
@@ -69,14 +75,38 @@ def test_b101_b80_other_groups_are_refused(config, layers, words):
         connect(config, *layers)
 
 
-def test_b101_b80_groups_of_the_hybrid_manager_are_refused(config, monkeypatch):
-    """B80: vLLM does not let it be on with our connector; if it did, block ids of one group would stand for all."""
+@pytest.fixture
+def grouping(config, monkeypatch):
+    """The same with the hybrid KV cache manager."""
     monkeypatch.setattr(config.scheduler_config, "disable_hybrid_kv_cache_manager", False)
-    with pytest.raises(ConfigError, match="kv_cache_groups="):
-        connect(config, WINDOW, FULL, WINDOW, FULL)
+    return config
 
 
-def test_b101_b80_layers_of_two_kinds_in_one_group_are_refused(config):
-    group = KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], FULL)
-    with pytest.raises(ConfigError, match="kv_cache_groups="):
-        PDConnector(config, KVConnectorRole.WORKER, KVCacheConfig(10, [], list(group)))
+@pytest.mark.parametrize("layers, windows", [
+    ([WINDOW, FULL, WINDOW, FULL], (0, 64)), ([FULL, WINDOW, WINDOW, WINDOW], (0, 64, 64, 64)),
+    ([FULL, FULL, FULL, WINDOW], (0, 0, 0, 64)), ([WINDOW, FULL, NARROW], (0, 64, 32)), ([FULL, FULL], ())],
+    ids=["half", "more windows", "fewer", "two windows", "none"])
+def test_b114_groups_of_blocks(grouping, layers, windows):
+    groups = connect(grouping, *layers)
+    rows = block_rows(groups)
+    assert sorted(rows.windows) == sorted(windows) and rows.block_size == 32
+    if windows:
+        assert layers[int(groups[rows.lead].layer_names[0].split(".")[1])] == FULL
+
+
+@pytest.mark.parametrize("layers, words", [
+    ([FULL, SlidingWindowSpec(**{**SHAPE, "num_kv_heads": 2}, sliding_window=64)], "one shape"),
+    ([FULL, dataclasses.replace(WINDOW, extra_retained_tokens=3)], "one shape"),
+    ([WINDOW, NARROW], "all tokens in one group"),
+    ([FULL, MambaSpec(block_size=32, shapes=((4, 32 * 64), ), dtypes=(torch.float32, ))], "all tokens in one group"),
+], ids=["heads", "kept tokens", "windows only", "states"])
+def test_b114_b80_other_groups_are_refused(grouping, layers, words):
+    with pytest.raises(ConfigError, match=f"kv_cache_groups=.*{words}"):
+        connect(grouping, *layers)
+
+
+def test_b114_b80_the_store_takes_one_group():
+    groups = [KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], WINDOW)]
+    check_stored_groups(groups[:1])
+    with pytest.raises(ConfigError, match="kv_cache_groups=2.*--disable-hybrid-kv-cache-manager"):
+        check_stored_groups(groups)

@@ -27,7 +27,8 @@ def engines(logs):
     broker = BrokerProcess()
     made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, max_num_batched_tokens=STEP,
                        max_model_len=1024, num_gpu_blocks_override=blocks, **WINDOWS)
-            for role, name, blocks in ((None, "stock", None), ("kv_producer", "p", BLOCKS), ("kv_consumer", "d", BLOCKS))]
+            for role, name, blocks in ((None, "stock", None), ("kv_producer", "p", BLOCKS),
+                                       ("kv_consumer", "d", BLOCKS))]
     for one in made:
         one.ready()
     stock, p, d = made

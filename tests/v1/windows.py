@@ -43,7 +43,8 @@ class WindowEngine(Engine):
         size, lead = self.block_size, self.windows.index(0)
         order = [lead, *(group for group in range(len(self.windows)) if group != lead)]
         return [(group, number) for group in order for number in range(cached, -(-tokens // size))
-                if any(self._reads(group, tokens, key) for key in range(number * size, min(tokens, (number + 1) * size)))]
+                if any(self._reads(group, tokens, key)
+                       for key in range(number * size, min(tokens, (number + 1) * size)))]
 
     def _reads(self, group: int, query: int, key: int) -> bool:
         """Whether the token at the position `query` reads the one at `key`, which is before it, in this group."""
@@ -101,9 +102,10 @@ class WindowEngine(Engine):
         assert len(found) == start + count, f"{request_id}: a token is computed that is not known"
         for group, table in enumerate(tables):
             for key in range(start):
-                if self._reads(group, start, key) and self._slot(table[key // self.block_size], key) != (group, found[key]):
-                    raise WrongRead(f"{request_id} reads position {key} of group {group} at {start}, whose block "
-                                    f"{table[key // self.block_size]} holds something else")
+                block = table[key // self.block_size]
+                if self._reads(group, start, key) and self._slot(block, key) != (group, found[key]):
+                    raise WrongRead(f"{request_id} reads position {key} of group {group} at {start} from block {block}, "
+                                    "which holds something else")
             for at in range(start, start + count):
                 block = table[at // self.block_size]
                 if block == NULL:
