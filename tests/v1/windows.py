@@ -104,7 +104,7 @@ class WindowEngine(Engine):
             for key in range(start):
                 block = table[key // self.block_size]
                 if self._reads(group, start, key) and self._slot(block, key) != (group, found[key]):
-                    raise WrongRead(f"{request_id} reads position {key} of group {group} at {start} from block {block}, "
+                    raise WrongRead(f"{request_id} reads position {key} of group {group} at {start} from {block}, "
                                     "which holds something else")
             for at in range(start, start + count):
                 block = table[at // self.block_size]
