@@ -105,6 +105,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
         # eager mode and with this variable: the first step then ends the engine.
         os.environ["VLLM_CPU_CI_ENV"] = "0"
         arguments |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+    if "disable_hybrid_kv_cache_manager" in arguments:
+        import vllm_pd.v1.activate  # noqa: F401  which the plugin does where the command line has the flag
     if "kv_cache_memory_bytes" in arguments:
         del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # it would win
     llm = LLM(**{"model": os.environ["VLLM_PD_TINY_MODEL"], "dtype": "float32", "max_model_len": 2048,

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """B91: without PDConnector an installed vllm-pd changes nothing. Run in the V1 environment."""
 import json
+import os
 import subprocess
 import sys
 
+import pytest
 from _bench_v1.steps import untouched
 
 SNAPSHOT = """
@@ -27,6 +29,15 @@ print(json.dumps({"changed": sorted(f"{one.__qualname__}.{name}" for one in firs
                                     if first[one].get(name) is not last[one].get(name)),
                   "classes": len(first), "threads": [one.name for one in set(threading.enumerate()) - threads],
                   "modules": sorted(set(sys.modules) - modules)}))
+"""
+SERVER = """
+import sys
+sys.argv = WORDS
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+made = AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", *sys.argv[2:]])).create_engine_config()
+print(made.scheduler_config.scheduler_cls, made.scheduler_config.disable_hybrid_kv_cache_manager)
 """
 LOAD = "from vllm.plugins import load_general_plugins\nload_general_plugins()"
 
@@ -65,3 +76,15 @@ from vllm_pd.v1.claim import claim_configurations
 claim_configurations()
 """)
     assert found["changed"] == ["VllmConfig._verify_kv_transfer_compat"]
+
+
+@pytest.mark.parametrize("flag", ["--disable-hybrid-kv-cache-manager", "--no-disable-hybrid-kv-cache-manager"])
+def test_b114_a_server_s_configuration_is_ours_with_either_form_of_the_flag(flag):
+    """B114: as `vllm serve` makes it, in a process that knows the plugin by its entry point alone."""
+    words = ["vllm", "serve", os.environ["VLLM_PD_TINY_MODEL"], flag, "--max-model-len", "512", "--kv-transfer-config",
+             '{"kv_connector": "PDConnector", "kv_role": "kv_consumer", '
+             '"kv_connector_extra_config": {"broker": "tcp://127.0.0.1:5700"}}']
+    done = subprocess.run([sys.executable, "-c", SERVER.replace("WORDS", repr(words))], capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == f"vllm_pd.v1.scheduler.PDScheduler {flag[2:4] != 'no'}"

@@ -48,14 +48,15 @@ def test_b114_of_a_window_only_the_end_is_sent(engines):
     assert d.figures()[BYTES] - before == (29 + 3) * 2 * BLOCK * TOKEN_BYTES
 
 
-def test_b114_tokens_are_those_of_one_stock_engine(engines):
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.heavy)])
+def test_b114_tokens_are_those_of_one_stock_engine(engines, every):
     """Around the borders of blocks and of the window, then with the beginning of others, with aborts between."""
     stock, _, d = engines
     draw = random.Random(114)
     many = prompts(114, LENGTHS)
     many += [one[:draw.randrange(BLOCK, len(one))] + prompts(draw.random(), (draw.randrange(1, 300), ))[0]
              for one in many] + prompts(115, [draw.randrange(41, 400) for _ in range(8)])
-    before = done(d)
+    many, before = many[::every], done(d)
     for number, one in enumerate(many):  # in the same steps, so with the same rounding
         for engine in (stock, d):
             engine.ask([one], TOKENS)
@@ -68,7 +69,7 @@ def test_b114_tokens_are_those_of_one_stock_engine(engines):
 def test_b114_b2_many_at_once_in_few_blocks(engines):
     """More than fit at a time: requests wait, are preempted and fall back. Afterwards nobody has a block."""
     stock, p, d = engines
-    many = prompts(116, [900, 700, 41, 513, 64, 65, 1000, 300] * 2)
+    many = prompts(116, [900, 700, 41, 513, 64, 65, 1000, 300, 640, 801])
     right = [stock.generate([one], TOKENS)[0] for one in many]
     got = d.generate(many, TOKENS)
     same = sum(one == other for one, other in zip(got, right, strict=True))

@@ -99,6 +99,23 @@ def test_b114_a_prefix_hit_of_every_length(model_folder, windows):
     engine.check_at_rest()
 
 
+@pytest.mark.parametrize("length", [3 * BLOCK_SIZE + 1, 4 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE])
+def test_b114_b20_requests_that_need_a_block_more_when_they_are_resumed(model_folder, length):
+    """D's own token begins a block, of each group, and the parked prompts have all there are: every request ends."""
+    for windows in GROUPS:
+        for blocks in range(24, 60, 3):
+            engine = WindowEngine(model_folder, windows=windows, blocks=blocks, batch_tokens=64, caching=False)
+            for number in range(6):
+                engine.add(f"r{number}", [number + 1] * length, 6)
+            for _ in range(6):
+                engine.run()
+                for name in engine.binding.remote_prefills.parked_ids():
+                    engine.prefilled(name)
+            engine.run()
+            engine.check_answers()
+            engine.check_at_rest()
+
+
 def settings(seed: int, in_flight: int, windows: tuple[int, ...]):
     """Of an engine that a history is played on."""
     drawn, steps = history(seed)
