@@ -37,6 +37,11 @@ class Agent:
     def next_attempt(self, request_id: str) -> Attempt:
         return Attempt("d", request_id, len(self.submitted))
 
+    def prompt_decided(self, request_id: str, *attempts: int, **fields: object) -> None:
+        pass
+
+    note_prompt = prompt_decided
+
     def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority) -> None:
         self.submitted[attempt] = (block_ids[cached_blocks:], avoid, deadline_s)
 
