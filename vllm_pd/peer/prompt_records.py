@@ -19,8 +19,8 @@ class PromptRecords:
         self._records: dict[str, PromptRecord] = {}
 
     def decided(self, request_id: str, attempts: int, **fields: Any) -> None:
-        """A decision about this request's prompt after so many attempts. What is known of those stays; without any it is
-        a new request, whatever had its id before."""
+        """A decision about this request's prompt after so many attempts. What is known of those stays; without any it
+        is a new request, whatever had its id before."""
         request_id = request_id[:MAX_ID_CHARS]
         record = self._records.pop(request_id, None)
         if record is None or not attempts:

@@ -468,11 +468,11 @@ class Gone(WireMessage):
 
 class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
     """What an engine remembers of the prompt of one request. `asked`, `decision` ("remote" or "local") and `reason` are
-    those of the last decision about it, as in the metrics; all are empty for a request that it does not know. `attempts`
-    counts those on prefill engines; of the last one: its `peer` by incarnation, as far as one had it, and that one's
-    control `address` while it is registered; its `outcome` (`protocol.actions.AttemptEnd`), empty while it is open, and
-    its fault in `detail`. `cached_tokens` of the `tokens` of a prompt that went there were cached here. `parked_s`: until
-    it was scheduled with its KV, `first_step_s`: from then to its first token; None: not yet."""
+    those of the last decision about it, as in the metrics; empty for a request that it does not know. `attempts` counts
+    those on prefill engines. Of the last one: its `peer` by incarnation, as far as one had it, and that one's control
+    `address` while it is registered; its `outcome` (`protocol.actions.AttemptEnd`), empty while it is open; its fault
+    in `detail`; how many of the `tokens` were cached here. `parked_s`: until the request was scheduled with its KV,
+    `first_step_s`: from then to its first token; None: not yet."""
     request_id: Text
     tokens: Count = 0
     asked: Text = ""
@@ -489,8 +489,9 @@ class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
     first_step_s: Seconds | None = None
 
     def is_of(self, name: str) -> bool:
-        """Whether the request has this name: vLLM puts words before and after a client's X-Request-Id."""
-        return bool(name) and f"-{name}-" in f"-{self.request_id}-"
+        """Whether the request has this name. vLLM makes `cmpl-NAME-0` of a client's X-Request-Id, and more behind it."""
+        given = self.request_id.partition("-")[2]
+        return bool(name) and (name in (self.request_id, given) or given.startswith(f"{name}-"))
 
 
 class Status(WireMessage):
