@@ -147,7 +147,7 @@ class Node:
         self._numbers += 1
         return Attempt(self.name, request_id, self._numbers)
 
-    def prompt_decided(self, request_id: str, *attempts: int, **fields: object) -> None:
+    def prompt_decided(self, request_id: str, again: bool = False, **fields: object) -> None:
         pass
 
     note_prompt = prompt_decided

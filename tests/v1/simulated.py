@@ -131,7 +131,7 @@ class FakeProtocol:
         self._numbers += 1
         return Attempt(OWN, request_id, self._numbers)
 
-    def prompt_decided(self, request_id, *attempts, **fields):
+    def prompt_decided(self, request_id, again=False, **fields):
         pass
 
     note_prompt = prompt_decided

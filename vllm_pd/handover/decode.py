@@ -165,7 +165,7 @@ class DecodeHandover(ABC, Generic[R]):
         asked = asked_place(self._extra_args(request))
         if asked is not AskedPlace.AUTO:
             self._metrics.asked(asked.value, where)
-        self._session.prompt_decided(self._request_id(request), self._request(request).attempts, asked=asked.value,
+        self._session.prompt_decided(self._request_id(request), self._request(request).attempts > 0, asked=asked.value,
                                      tokens=self._num_tokens(request), decision=where, reason=decision.reason.value)
         expected = decision.expected
         tokens = self._num_tokens(request) if expected is None else expected.tokens

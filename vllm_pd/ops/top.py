@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -146,20 +147,20 @@ def _cell(text: str) -> str:
     return text if len(text) <= MAX_CELL_CHARS else text[:MAX_CELL_CHARS - 3] + "..."
 
 
-def make_table(before: FleetReading | None, after: FleetReading, broker: str) -> Table:
-    """All rows. Columns in which no engine has anything but 0 are left out."""
+def make_table(before: FleetReading | None, after: FleetReading, broker: str) -> Group:
+    """All rows, below a line about the broker. Columns in which no engine has anything but 0 are left out."""
     rows = make_rows(before, after)
     shown = [title for title in TITLES if title in (*_WORDS, "run", "wait")
              or any(row[title] not in (NONE, "0", "0%") for row in rows)]
     of = "since each engine's start" if before is None else "since the last reading"
     jobs = f"{after.queue_length} jobs wait" if not after.fault else _cell(after.fault)
-    title = f"{_cell(broker)}: {len(rows)} engines, {jobs}; counts and times {of}"
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE, pad_edge=False)
+    engines = f"{len(rows)} engine{'s' * (len(rows) != 1)}"
+    table = Table(box=box.SIMPLE, pad_edge=False)
     for name in shown:
         table.add_column(Text(name), justify="left" if name in _WORDS else "right", no_wrap=name != "state")
     for row in rows:
         table.add_row(*(Text(row[name]) for name in shown))
-    return table
+    return Group(Text(f"{_cell(broker)}: {engines}, {jobs}; counts and times {of}"), table)
 
 
 def wanted_lines(page: str) -> str:

@@ -201,7 +201,11 @@ def judge_remote(report: PromptReport, degraded: str, took_s: float) -> list[Fin
 def _stayed(report: PromptReport, degraded: str) -> Sequence[Finding]:
     """Why the decode engine computed the prompt itself."""
     found = []
-    if report.outcome and report.outcome != "done":
+    if report.outcome == "done":
+        return [Finding("remote", f"prefill engine {report.peer[:12]} computed the prompt, but then the decode engine "
+                        "preempted the request and computed it again", "it has too few free KV blocks for what it runs: "
+                        "try again when less is open")]
+    if report.outcome:
         peer = f"prefill engine {report.peer[:12]}" if report.peer else "no prefill engine"
         found.append(Finding("attempt", f"{peer} had it; that attempt has {report.outcome}: {report.detail}",
                              "the reason is explained in docs/operations.md; `vllm-pd doctor --broker ADDRESS --from "

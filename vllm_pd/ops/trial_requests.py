@@ -172,7 +172,8 @@ class _Trial:
             await asyncio.sleep(POLL_S)
 
     async def _read(self, url: str, headers: Mapping[str, str], body: dict[str, Any] | None = None,
-                    timeout_s: float = PAGE_S, max_bytes: int = MAX_PAGE_BYTES) -> Page:
+                    timeout_s: float | None = None, max_bytes: int = MAX_PAGE_BYTES) -> Page:
+        timeout_s = timeout_s or PAGE_S
         try:
             sent = None if body is None else msgspec.json.encode(body)
             return await self._pages.read(url, timeout_s, max_bytes, sent, headers)

@@ -120,10 +120,10 @@ class DecodeSession(Session):
                 and incarnation not in self._core.failed_paths.avoided(self._clock()))
 
     @locked
-    def prompt_decided(self, request_id: str, attempts: int, **fields: Any) -> None:
-        """Remember a decision about this request's prompt, after so many attempts; `fields` are those of its
+    def prompt_decided(self, request_id: str, again: bool, **fields: Any) -> None:
+        """Remember a decision about this request's prompt, `again` after an attempt; `fields` are those of its
         `PromptRecord`."""
-        self._core.prompts.decided(request_id, attempts, **fields)
+        self._core.prompts.decided(request_id, again, **fields)
 
     @locked
     def note_prompt(self, request_id: str, **fields: Any) -> None:

@@ -18,14 +18,14 @@ class PromptRecords:
     def __init__(self) -> None:
         self._records: dict[str, PromptRecord] = {}
 
-    def decided(self, request_id: str, attempts: int, **fields: Any) -> None:
-        """A decision about this request's prompt after so many attempts. What is known of those stays; without any it
+    def decided(self, request_id: str, again: bool, **fields: Any) -> None:
+        """A decision about this request's prompt: `again`, after an attempt, of which all that is known stays. Else it
         is a new request, whatever had its id before."""
         request_id = request_id[:MAX_ID_CHARS]
         record = self._records.pop(request_id, None)
-        if record is None or not attempts:
+        if record is None or not again:
             record = PromptRecord(request_id)
-        self._records[request_id] = msgspec.structs.replace(record, attempts=attempts, **fields)
+        self._records[request_id] = msgspec.structs.replace(record, **fields)
         if len(self._records) > MAX_PROMPTS:
             del self._records[next(iter(self._records))]
 

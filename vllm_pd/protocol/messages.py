@@ -489,7 +489,7 @@ class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
     first_step_s: Seconds | None = None
 
     def is_of(self, name: str) -> bool:
-        """Whether the request has this name. vLLM makes `cmpl-NAME-0` of a client's X-Request-Id, and more behind it."""
+        """Whether the request has this name. vLLM makes `cmpl-NAME-0` of a client's X-Request-Id, or adds even more."""
         given = self.request_id.partition("-")[2]
         return bool(name) and (name in (self.request_id, given) or given.startswith(f"{name}-"))
 
