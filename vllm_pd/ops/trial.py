@@ -203,8 +203,8 @@ def _stayed(report: PromptReport, degraded: str) -> Sequence[Finding]:
     found = []
     if report.outcome == "done":
         return [Finding("remote", f"prefill engine {report.peer[:12]} computed the prompt, but then the decode engine "
-                        "preempted the request and computed it again", "it has too few free KV blocks for what it runs: "
-                        "try again when less is open")]
+                        "preempted the request and computed it again", "it has too few free KV blocks for what it "
+                        "runs: try again when less is open")]
     if report.outcome:
         peer = f"prefill engine {report.peer[:12]}" if report.peer else "no prefill engine"
         found.append(Finding("attempt", f"{peer} had it; that attempt has {report.outcome}: {report.detail}",
