@@ -16,8 +16,8 @@ from vllm_pd.ops.top import (
     WANTED,
     EngineReading,
     FleetReading,
+    FleetTable,
     make_rows,
-    make_table,
     wanted_lines,
 )
 from vllm_pd.protocol import messages as m
@@ -106,14 +106,15 @@ def test_an_engine_that_can_not_be_read_has_what_the_registry_knows():
     assert (found["run"], found["wait"], found["KV"], found["prefill"]) == ("3", "4", "-", "-")
 
 
-def test_decode_engines_come_first():
-    rows = make_rows(None, FleetReading((reading(P), reading(D))))
-    assert [one["role"] for one in rows] == ["kv_consumer", "kv_producer"]
+def test_those_that_are_not_well_come_first_then_decode_engines():
+    ill = EngineReading(msgspec.structs.replace(P, incarnation="ill"), 0.0, fault="no answer within 1 s")
+    rows = make_rows(None, FleetReading((reading(P), reading(D), ill)))
+    assert [one["engine"][:3] for one in rows] == ["ill", "ddd", "aaa"]
 
 
-def shown(before, after, width=200) -> str:
+def shown(before, after, width=200, table=None) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(make_table(before, after, "tcp://127.0.0.1:5700"))
+    console.print((table or FleetTable("tcp://127.0.0.1:5700")).render(before, after))
     return console.file.getvalue()
 
 
@@ -122,7 +123,9 @@ def test_the_table_leaves_out_columns_without_anything_in_them():
     assert "1 engine, 3 jobs wait; counts and times since each engine's start" in text
     assert "parked" in text and "sending" not in text and "remote/s" not in text
     after = FleetReading((reading(at_s=2.0, remote=20.0), ), fault="no broker answers")
-    later = shown(FleetReading((reading(), )), after)
+    table = FleetTable("tcp://127.0.0.1:5700")
+    later = shown(FleetReading((reading(), )), after, table=table)
+    assert "remote/s" in shown(after, after, table=table), "it stays, so that the table does not jump"
     assert "remote/s" in later and "no broker answers; counts and times since the last reading" in later
 
 

@@ -16,6 +16,7 @@ from vllm_pd.ops.scrape import MetricsSnapshot
 from vllm_pd.protocol.messages import Member
 
 MAX_CELL_CHARS = 120
+OK = "ok"
 NONE = "-"  # in a cell: not known, or nothing happened
 _MS = 1e3
 _STAGES = ("queue", "prefill", "transfer", "first_step")
@@ -52,11 +53,12 @@ class FleetReading:
 
 
 def make_rows(before: FleetReading | None, after: FleetReading) -> list[dict[str, str]]:
-    """The cells of each engine by `TITLES`, prefill engines last. Rates, times of stages, hits and failed attempts are
+    """The cells of each engine by `TITLES`: first those that are not well, then decode engines. Rates, times of stages, hits and failed attempts are
     of what was counted between the two readings. Without an earlier one of an engine, times, hits and failures are of
     all since its start, and there are no rates."""
     earlier = {} if before is None else {one.member.incarnation: one for one in before.engines}
-    ordered = sorted(after.engines, key=lambda one: (not one.member.role.decodes, one.member.incarnation))
+    ordered = sorted(after.engines, key=lambda one: (_state(one) == OK, not one.member.role.decodes,
+                                                     one.member.incarnation))
     return [_make_row(earlier.get(one.member.incarnation), one) for one in ordered]
 
 
@@ -132,7 +134,7 @@ def _state(now: EngineReading) -> str:
         return f"degraded: {reason}"
     unreached = len(now.member.unreached)
     return (f"can't reach {unreached} decode engine{'s' * (unreached > 1)}" if unreached else
-            "draining" if now.member.draining else "ok")
+            "draining" if now.member.draining else OK)
 
 
 def degraded_reason(figures: MetricsSnapshot | None) -> str:
@@ -147,20 +149,27 @@ def _cell(text: str) -> str:
     return text if len(text) <= MAX_CELL_CHARS else text[:MAX_CELL_CHARS - 3] + "..."
 
 
-def make_table(before: FleetReading | None, after: FleetReading, broker: str) -> Group:
-    """All rows, below a line about the broker. Columns in which no engine has anything but 0 are left out."""
-    rows = make_rows(before, after)
-    shown = [title for title in TITLES if title in (*_WORDS, "run", "wait")
-             or any(row[title] not in (NONE, "0", "0%") for row in rows)]
-    of = "since each engine's start" if before is None else "since the last reading"
-    jobs = f"{after.queue_length} jobs wait" if not after.fault else _cell(after.fault)
-    engines = f"{len(rows)} engine{'s' * (len(rows) != 1)}"
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in shown:
-        table.add_column(Text(name), justify="left" if name in _WORDS else "right", no_wrap=name != "state")
-    for row in rows:
-        table.add_row(*(Text(row[name]) for name in shown))
-    return Group(Text(f"{_cell(broker)}: {engines}, {jobs}; counts and times {of}"), table)
+class FleetTable:
+    """The table of one fleet. Columns in which no engine has anything but 0 are left out; one that was there stays."""
+
+    def __init__(self, broker: str) -> None:
+        self._broker = _cell(broker)
+        self._shown = {*_WORDS, "run", "wait"}
+
+    def render(self, before: FleetReading | None, after: FleetReading) -> Group:
+        """All rows, below a line about the broker."""
+        rows = make_rows(before, after)
+        self._shown.update(title for title in TITLES if any(row[title] not in (NONE, "0", "0%") for row in rows))
+        of = "since each engine's start" if before is None else "since the last reading"
+        jobs = f"{after.queue_length} jobs wait" if not after.fault else _cell(after.fault)
+        engines = f"{len(rows)} engine{'s' * (len(rows) != 1)}"
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        shown = [title for title in TITLES if title in self._shown]
+        for name in shown:
+            table.add_column(Text(name), justify="left" if name in _WORDS else "right", no_wrap=name != "state")
+        for row in rows:
+            table.add_row(*(Text(row[name]) for name in shown))
+        return Group(Text(f"{self._broker}: {engines}, {jobs}; counts and times {of}"), table)
 
 
 def wanted_lines(page: str) -> str:

@@ -22,7 +22,7 @@ from vllm_pd.errors import ControlError
 from vllm_pd.ops.options import TopOptions
 from vllm_pd.ops.pages import MIB, PageReader, api_key, authorization
 from vllm_pd.ops.scrape import MetricsSnapshot, parse
-from vllm_pd.ops.top import EngineReading, FleetReading, degraded_reason, make_table, wanted_lines
+from vllm_pd.ops.top import EngineReading, FleetReading, FleetTable, degraded_reason, wanted_lines
 from vllm_pd.protocol.messages import Member
 
 PAGE_S = 1.0
@@ -47,16 +47,16 @@ def show_fleet(broker: str, access: Access, options: TopOptions) -> None:
 
 
 async def _show(console: Console, broker: str, reader: FleetReader, interval_s: float | None) -> None:
-    after = await reader.read()
+    table, after = FleetTable(broker), await reader.read()
     if interval_s is None:
-        console.print(make_table(None, after, broker))
+        console.print(table.render(None, after))
         return
-    with Live(make_table(None, after, broker), console=console, screen=True, auto_refresh=False) as live:
+    with Live(table.render(None, after), console=console, screen=True, auto_refresh=False) as live:
         live.refresh()
         while True:
             await asyncio.sleep(interval_s)
             before, after = after, await reader.read()
-            live.update(make_table(before, after, broker), refresh=True)
+            live.update(table.render(before, after), refresh=True)
 
 
 class FleetReader:
