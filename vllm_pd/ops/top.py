@@ -53,9 +53,9 @@ class FleetReading:
 
 
 def make_rows(before: FleetReading | None, after: FleetReading) -> list[dict[str, str]]:
-    """The cells of each engine by `TITLES`: first those that are not well, then decode engines. Rates, times of stages, hits and failed attempts are
-    of what was counted between the two readings. Without an earlier one of an engine, times, hits and failures are of
-    all since its start, and there are no rates."""
+    """The cells of each engine by `TITLES`: first those that are not well, then decode engines. Rates, times of stages,
+    hits and failed attempts are of what was counted between the two readings. Without an earlier one of an engine,
+    times, hits and failures are of all since its start, and there are no rates."""
     earlier = {} if before is None else {one.member.incarnation: one for one in before.engines}
     ordered = sorted(after.engines, key=lambda one: (_state(one) == OK, not one.member.role.decodes,
                                                      one.member.incarnation))
