@@ -128,6 +128,14 @@ def test_a_broker_that_is_away_leaves_the_last_members(monkeypatch):
     assert second.engines[0].figures is not None
 
 
+@pytest.mark.parametrize("http", ["http://", "http://[::1", "nonsense", "http://h:99999", "file:///etc/passwd",
+                                  "\x1b[2J", "http://u:p@127.0.0.1:1", "http://127.0.0.1:1/?a", "http://\ud800:1"])
+def test_an_address_that_is_none_is_a_fault_of_that_engine(monkeypatch, http):
+    listing(monkeypatch, member("d", http))
+    found, = asyncio.run(FleetReader(BROKER, Access(), {}).read()).engines
+    assert found.fault and found.figures is None
+
+
 @pytest.mark.parametrize("once", [[], ["--once"]])
 def test_one_table_where_the_output_is_no_terminal(monkeypatch, capsys, once):
     with PageServer(FakeFigures()) as server:

@@ -134,10 +134,15 @@ def test_behind_a_router_the_engine_is_asked_that_had_the_request(monkeypatch, c
     assert status == 0 and f"router {router.url}" in well, well
 
 
-def test_a_router_that_names_no_engine(monkeypatch, capsys):
+@pytest.mark.parametrize("named", [{}, {"X-Vllm-Pd-Worker": "http://["}, {"X-Vllm-Pd-Worker": "file:///etc/passwd"}])
+def test_a_router_that_names_no_engine(monkeypatch, capsys, named):
     engine = FakeVllm()
-    with PageServer(lambda method, path, *rest: Reply({"workers": []}) if path == "/workers"
-                    else engine(method, path, *rest)) as router:
+
+    def route(method, path, headers, body):
+        reply = Reply({"workers": []}) if path == "/workers" else engine(method, path, headers, body)
+        return Reply(reply.body, reply.status, named)
+
+    with PageServer(route) as router:
         status, out, _ = run(monkeypatch, capsys, "--try", router.url)
     assert status == 1 and "does not say which engine" in out
 

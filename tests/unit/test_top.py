@@ -143,6 +143,12 @@ def test_only_figures_that_are_shown_are_parsed():
     assert parse(kept).value("vllm:pd_parked_blocks") == 11.0
 
 
+@pytest.mark.parametrize("page", ["vllm:pd_jobs_total 1.0\n" * 20_001, f'vllm:pd_jobs_total{{a="{"x" * 5000}"}} 1.0\n'])
+def test_a_page_that_would_take_long_to_parse_is_refused(page):
+    with pytest.raises(ValueError, match="more than 20,000 figures"):
+        wanted_lines(page)
+
+
 def test_every_figure_of_ours_that_is_read_is_one_that_engines_show():
     names = {sample for family in HandoverFamilies().describe() for sample in (
         family.name, f"{family.name}_total", f"{family.name}_sum", f"{family.name}_count")}

@@ -64,6 +64,7 @@ def test_no_two_prompts_begin_alike():
 
 @pytest.mark.parametrize("options, key", [
     (TrialOptions(prompt_tokens=5), "--prompt-tokens"), (TrialOptions(model="m"), "--model"),
+    (TrialOptions(api_key="k"), "--api-key"), (TrialOptions(worker_api_key="k"), "--worker-api-key"),
     (TrialOptions("http://h:1", prompt_tokens=0), "--prompt-tokens"),
     (TrialOptions("http://h:1", answer_timeout_s=0.0), "--answer-timeout-s"),
     (TrialOptions("http://h:1", answer_timeout_s=float("nan")), "--answer-timeout-s")])

@@ -30,7 +30,9 @@ class TrialOptions:
     def checked(self) -> TrialOptions:
         """These options. Raises ConfigError for one that can't be used, or is of no use without --try."""
         if self.url is None:
-            for flag, value in (("--prompt-tokens", self.prompt_tokens), ("--model", self.model)):
+            for flag, value in (("--prompt-tokens", self.prompt_tokens), ("--model", self.model),
+                                ("--api-key", self.api_key and "***"),
+                                ("--worker-api-key", self.worker_api_key and "***")):
                 if value is not None:
                     raise ConfigError(flag, value, "it belongs to --try URL")
         if self.prompt_tokens is not None and self.prompt_tokens < 1:

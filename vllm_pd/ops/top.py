@@ -16,6 +16,8 @@ from vllm_pd.ops.scrape import MetricsSnapshot
 from vllm_pd.protocol.messages import Member
 
 MAX_CELL_CHARS = 120
+MAX_FIGURES = 20_000  # some dozens for each data-parallel rank
+MAX_LINE_CHARS = 4096
 OK = "ok"
 NONE = "-"  # in a cell: not known, or nothing happened
 _MS = 1e3
@@ -173,5 +175,10 @@ class FleetTable:
 
 
 def wanted_lines(page: str) -> str:
-    """The lines of a page of metrics with the figures that are shown."""
-    return "\n".join(line for line in page.split("\n") if line.startswith(WANTED)) + "\n"
+    """The lines of a page of metrics with the figures that are shown. Raises ValueError where they are more than any
+    engine has, which would take long to parse."""
+    lines = [line for line in page.split("\n") if line.startswith(WANTED)]
+    if len(lines) > MAX_FIGURES or any(len(line) > MAX_LINE_CHARS for line in lines):
+        raise ValueError(f"/metrics has more than {MAX_FIGURES:,} figures of ours, or longer ones than "
+                         f"{MAX_LINE_CHARS:,} characters")
+    return "\n".join(lines) + "\n"

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.live import Live
 
 from vllm_pd.broker.members import Access, list_members
-from vllm_pd.errors import ControlError
+from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.ops.options import TopOptions
 from vllm_pd.ops.pages import MIB, PageReader, api_key, authorization
 from vllm_pd.ops.scrape import MetricsSnapshot, parse
 from vllm_pd.ops.top import EngineReading, FleetReading, FleetTable, degraded_reason, wanted_lines
 from vllm_pd.protocol.messages import Member
+from vllm_pd.router.options import parse_worker
 
 PAGE_S = 1.0
 ROUND_S = 5.0
@@ -98,14 +99,15 @@ class FleetReader:
         if not member.http:
             return EngineReading(member, time.monotonic())
         try:
-            page = await self._pages.read(f"{member.http}/metrics", PAGE_S, MAX_PAGE_BYTES)
+            url = parse_worker("http", member.http)  # as that engine has registered it
+            page = await self._pages.read(f"{url}/metrics", PAGE_S, MAX_PAGE_BYTES)
             if page.status != HTTPStatus.OK:
                 raise ConnectionError(f"/metrics answers {page.status}")
             at_s = time.monotonic()
             figures = parse(wanted_lines(page.body.decode(errors="replace")))
         except TimeoutError:
             return EngineReading(member, time.monotonic(), fault=f"no answer within {PAGE_S:g} s")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ConfigError) as error:
             return EngineReading(member, time.monotonic(), fault=str(error))
         return EngineReading(member, at_s, figures, degraded=await self._why_degraded(member, figures))
 

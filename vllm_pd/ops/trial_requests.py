@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from vllm_pd.errors import ConfigError
 from vllm_pd.ops import trial
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.options import TRY, TrialOptions
@@ -147,10 +148,11 @@ class _Trial:
     def _engine_of(self, page: Page) -> str:
         """The URL of the engine to which the router gave the request."""
         worker = page.header("x-vllm-pd-worker")
-        if worker is None:
-            raise _failed("server", f"the router {self._url} does not say which engine had the request",
-                          "write the URL of a decode engine; the router is of an older release, or a proxy is between")
-        return worker
+        try:
+            return parse_worker("x-vllm-pd-worker", worker)
+        except ConfigError as error:
+            raise _failed("server", f"the router {self._url} does not say which engine had the request: {worker}",
+                          "write the URL of a decode engine; a proxy may be between") from error
 
     async def _report(self, url: str, name: str, key: Mapping[str, str]) -> PromptReport:
         """What the engine there knows of the request, once that is all."""
