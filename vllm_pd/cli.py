@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -17,6 +17,8 @@ from vllm_pd.bench.commands import bench_app
 from vllm_pd.broker.members import TTL_S, Access
 from vllm_pd.errors import PDError
 from vllm_pd.ops.launch.plan import UpOptions
+from vllm_pd.ops.options import TopOptions, TrialOptions
+from vllm_pd.ops.printing import printable
 from vllm_pd.ops.sizing import SizingOptions
 from vllm_pd.ops.split import SplitOptions
 from vllm_pd.router.options import RouterOptions
@@ -98,7 +100,7 @@ def router(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
 
 @app.command()
 @takes_settings
-def doctor(access: Access,
+def doctor(access: Access, trial: TrialOptions,
            broker: Annotated[str | None, typer.Option(help="Also check this broker and its engines.")] = None,
            port: Annotated[list[int] | None, typer.Option(help="Also check whether this port is free; 5700 and "
                                                               "8000 where no --broker is given.")] = None,
@@ -106,9 +108,22 @@ def doctor(access: Access,
                "--from", metavar="ENGINE", help="Check instead the paths between this engine and its peers: each of "
                "them tries to connect to the other. " + ENGINE_HELP)] = None) -> None:
     """Check the installation, NIXL, ports and engines, and say how to repair each fault."""
+    if trial.checked().url is not None:
+        _end_trial(trial, broker, port, from_engine)
     from vllm_pd.ops.doctor import examine, examine_paths
     findings = (examine(broker, port or ([] if broker else [5700, 8000]), access) if from_engine is None
                 else examine_paths(from_engine, broker, access))
+    _show(line for finding in findings for line in finding.lines)
+    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+
+
+def _end_trial(trial: TrialOptions, *others: object) -> NoReturn:
+    """Carry out `--try`, and end with its status."""
+    from vllm_pd.errors import ConfigError
+    from vllm_pd.ops.trial_requests import try_engine
+    if any(others):
+        raise ConfigError("--try", trial.url, "leave out --broker, --port and --from: they are checks of their own")
+    findings = try_engine(trial)
     _show(line for finding in findings for line in finding.lines)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 
@@ -179,17 +194,21 @@ def status(broker: OfBroker, access: Access, engine: MaybeEngine = None) -> None
         _show(describe(operator.tell(Status())))
 
 
-def _printable(text: str) -> str:
-    """The text on one line, with escapes in place of what can't be printed. Engines and brokers send addresses, names,
-    reasons as they like: none may move the operator's cursor, add a line, or change the direction of text."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
-                   for char in text)
+@app.command()
+@takes_settings
+def top(broker: OfBroker, access: Access, options: TopOptions) -> None:
+    """Show the engines of a fleet in one table that is always new: load, blocks, stages, hits, and who is degraded."""
+    from vllm_pd.ops.top_readings import show_fleet
+    try:
+        show_fleet(broker, access, options)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
 
 
 def _show(lines: Iterable[str]) -> None:
     """Print lines that may contain what engines and brokers have sent."""
     for line in lines:
-        typer.echo(_printable(line))
+        typer.echo(printable(line))
 
 
 def main() -> None:
@@ -197,7 +216,7 @@ def main() -> None:
     try:
         app(prog_name="vllm-pd")
     except PDError as error:
-        print(f"error: {_printable(str(error))}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

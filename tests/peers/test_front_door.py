@@ -154,6 +154,43 @@ def test_b43_orders_to_a_silent_control_thread_end_together_and_hold_up_no_drain
     asyncio.run(body())
 
 
+def test_b119_a_server_says_where_the_prompt_of_a_request_was_prefilled(tmp_path):
+    async def body(served):
+        session, timings = served.agent.protocol.decode, m.Timings(1.0, bytes=5, measured=True)
+        session.prompt_decided("cmpl-abc-0", False, asked="remote", decision="remote", reason="asked", tokens=7)
+        session.note_prompt("cmpl-abc-0", peer="p", outcome="done", timings=timings)
+        shown = [(await served.ask("GET", f"/pd/prompts/{name}"))[:2] for name in
+                 ("abc", "cmpl-abc-0", "other", "x" * 5000, "a%2Fb", "")]
+        assert [status for status, _ in shown] == [200, 200, 404, 404, 404, 404]
+        assert shown[0] == shown[1] and shown[0][1] == {
+            "request_id": "cmpl-abc-0", "asked": "remote", "decision": "remote", "reason": "asked", "tokens": 7,
+            "peer": "p", "outcome": "done", "attempts": 0, "cached_tokens": 0, "address": "", "detail": "",
+            "parked_s": None, "first_step_s": None, "timings": {
+                "queue_s": 1.0, "claim_s": 0.0, "prefill_s": 0.0, "transfer_s": 0.0, "bytes": 5, "measured": True,
+                "last_bytes": 0}}
+        assert (await served.ask("POST", "/pd/prompts/abc"))[0] == 405
+
+    run(body, tmp_path)
+
+
+def test_b119_each_of_several_questions_about_requests_gets_its_own_answer(tmp_path):
+    """Statuses also come unasked, and to others' questions."""
+    async def body(agents, drains, stops):
+        for number, agent in enumerate(agents):
+            agent.protocol.decode.prompt_decided(f"cmpl-r{number}-0", False, decision="remote")
+
+        async def find(drain, name):
+            answers = await drain.ask(m.Status(prompt=name), lambda status: status.prompt is not None
+                                      and status.prompt.is_of(name))
+            return [(status.prompt.request_id, status.prompt.decision) for status in answers]
+
+        found = await asyncio.gather(*(find(drain, name) for drain in drains for name in ("r0", "r1", "r2")))
+        assert found == 2 * [[("cmpl-r0-0", "remote"), ("r0", "")], [("r1", ""), ("cmpl-r1-0", "remote")],
+                             [("r2", ""), ("r2", "")]]
+
+    run_several(body, tmp_path)
+
+
 def test_b43_a_drain_beside_an_order_that_is_refused_is_no_refused_drain(tmp_path):
     async def body(served):
         served.agent.protocol.state.weights_replaced()

@@ -31,8 +31,9 @@ MESSAGES = [
     m.Register(MEMBER, "b", 2), m.Heard("b", 1),
     m.Peers("b", 3, [MEMBER], 2, 1, ["p"]), m.Leave(), m.Put(JOB), m.PutReply(ATTEMPT, m.PutRefusal.FULL, 3),
     m.Withdraw(ATTEMPT), m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers("b", 3), m.Drain(), m.Gone("p"),
-    m.SetRole(m.Role.PREFILL), m.Status(),
-    m.StatusReply(MEMBER, "why", {"peers": 1}), m.TryAddresses(("tcp://127.0.0.1:1",)),
+    m.SetRole(m.Role.PREFILL), m.Status(), m.Status("", "r"),
+    m.StatusReply(MEMBER, "why", {"peers": 1}),
+    m.StatusReply(MEMBER, prompt=m.PromptRecord("r", timings=m.Timings(1.0), parked_s=1.0)), m.TryAddresses(("tcp://127.0.0.1:1",)),
     m.AddressesTried({"tcp://127.0.0.1:1": m.Trial.OPEN}, ("tcp://127.0.0.1:2",), {"p": "why"}),
     m.DirectJob(JOB), m.DirectJobTaken(ATTEMPT), m.DirectJobEnd(ATTEMPT, "why"),
 ]

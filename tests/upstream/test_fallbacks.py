@@ -14,7 +14,8 @@ from vllm_pd.handover import decode
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.cluster import QueueView
-from vllm_pd.protocol.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
+from vllm_pd.peer.prompt_records import PromptRecords
+from vllm_pd.protocol.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released, Timed
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.decode import RemotePrefills
@@ -30,6 +31,8 @@ class Agent:
         self.state = SimpleNamespace(hands_over=True)
         self.submitted: dict[Attempt, tuple] = {}
         self.aborted: list[Attempt] = []
+        prompts = self.prompts = PromptRecords()
+        self.prompt_decided, self.note_prompt = prompts.decided, prompts.note
 
     def view(self, avoid=()) -> QueueView:
         return QueueView(True, 0, len(self.peers.difference(avoid)), None)
@@ -129,6 +132,40 @@ def test_b21_a_second_attempt_goes_to_another_peer_in_fresh_blocks(decoder):
     decoder.run()
     decoder.engine.check_at_rest()
     assert not decoder.prefills.waiting_for_peers
+
+
+def test_b119_an_engine_remembers_what_a_prompt_went_through(decoder):
+    def known(name: str) -> tuple:
+        record = decoder.agent.prompts.find(name)
+        return (record.decision, record.reason, record.attempts, record.peer, record.outcome, record.detail,
+                record.timings.measured, record.parked_s, record.first_step_s is not None)
+
+    first = decoder.add("r")
+    assert known("r") == ("remote", "length", 1, "", "", "", False, None, False)
+    decoder.tell(lost(first), Released(first))
+    assert known("r") == ("remote", "length", 1, "p", "failed", "peer: ", False, None, False)
+    decoder.step()
+    second = decoder.engine.attempt_of("r")
+    assert known("r") == ("remote", "length", 2, "", "", "", False, None, False)
+    decoder.now += 2.0
+    decoder.engine.write_remotely(second)
+    decoder.tell(Prefilled(second, Timings(), "q"), Timed(second, Timings(queue_s=1.0, measured=True), "q"))
+    decoder.run()
+    decoder.prefills.scheduled()
+    decoder.prefills.update_metrics()
+    assert known("r")[:8] == ("remote", "length", 2, "q", "done", "", True, 2.0)
+    decoder.engine.add("short", [1, 2, 3])
+    decoder.run()
+    assert known("short") == ("local", "threshold", 0, "", "", "", False, None, False)
+    stays = decoder.add("s", 300)
+    decoder.tell(lost(stays, FallbackReason.DEADLINE, ""), Released(stays))
+    assert decoder.step() == ["s"]
+    assert known("s") == ("local", "retry", 1, "", "failed", "deadline: ", False, None, False)
+    decoder.engine.abort("s")
+    gone = decoder.add("t", 600)
+    decoder.engine.abort("t")
+    decoder.tell(Released(gone))
+    assert known("t")[4] == "cancelled"
 
 
 def test_b21_attempts_are_counted(decoder):

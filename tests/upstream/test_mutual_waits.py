@@ -147,6 +147,11 @@ class Node:
         self._numbers += 1
         return Attempt(self.name, request_id, self._numbers)
 
+    def prompt_decided(self, request_id: str, again: bool = False, **fields: object) -> None:
+        pass
+
+    note_prompt = prompt_decided
+
     def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority) -> None:
         self.sim.peers.work[attempt] = RemoteWork(token_ids, block_ids, cached_blocks * BLOCK_SIZE)
         self.ring.queue.append((Prefill(attempt, token_ids, block_ids[cached_blocks:], cached_blocks,

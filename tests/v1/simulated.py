@@ -131,6 +131,11 @@ class FakeProtocol:
         self._numbers += 1
         return Attempt(OWN, request_id, self._numbers)
 
+    def prompt_decided(self, request_id, again=False, **fields):
+        pass
+
+    note_prompt = prompt_decided
+
     def post_job(self, attempt, url, request_id):
         assert attempt not in self.jobs
         self.posted[attempt] = url, request_id

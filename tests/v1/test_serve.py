@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user meets: `vllm-pd up` with a router, the commands of an operator, the routes and the drain of a server, and
-a server of two data-parallel ranks (B11, B43, B67, B80, B91, B97). Real servers of the tiny model, started once."""
+a server of two data-parallel ranks (B11, B43, B67, B80, B91, B97, B119). Real servers of the tiny model, started
+once."""
 import functools
 import http.client
 import json
@@ -254,6 +255,25 @@ def test_b91_doctor_says_which_engine_it_is(fleet):
     doctor = command("doctor", "--broker", fleet.plan.broker_url)
     assert "engine V1" in doctor.stdout and doctor.stdout.count("fit each other") == 2
     assert doctor.returncode == 0, doctor.stdout
+
+
+def test_b119_one_command_says_whether_the_fleet_disaggregates(fleet):
+    """B119: at an engine and at the router. What it compares with is no prefix hit: P has written that."""
+    decode, producer = fleet.plan.engines[0].url, fleet.plan.engines[-1].url
+    before = scrape(decode)
+    for url, words in ((decode, "engine"), (fleet.plan.router.url, "router")):
+        tried = command("doctor", "--try", url, "--prompt-tokens", "500")
+        assert tried.returncode == 0 and "BAD" not in tried.stdout, tried
+        assert f"ok   server    {words} {url}, model {MODEL}" in tried.stdout
+        for part in (status_of(producer)["incarnation"][:12], "500 tokens", "queue", "prefill", "MB/s", "all 16 are"):
+            assert part in tried.stdout, (part, tried.stdout)
+    assert scrape(decode).since(before).value("vllm:prefix_cache_hits_total") == 0
+    stayed = command("doctor", "--try", producer)
+    assert stayed.returncode == 1 and "reason role" in stayed.stdout and "-> write the URL of a decode" in stayed.stdout
+    assert command("doctor", "--try", decode, "--prompt-tokens", "2040").returncode == 2
+    table = command("top", "--broker", fleet.plan.broker_url)
+    assert table.returncode == 0 and table.stdout.count("kv_consumer") == 2 and "MB/s" not in table.stdout
+    assert all(engine.url in table.stdout for engine in fleet.plan.engines), table.stdout
 
 
 def test_b43_sigterm_drains_a_server(fleet):

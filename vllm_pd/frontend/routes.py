@@ -2,6 +2,7 @@
 """The routes that an engine's server has beside vLLM's own.
 
     GET  /pd/status
+    GET  /pd/prompts/NAME  where the prompt of this request was prefilled; NAME: the client's X-Request-Id
     POST /pd/drain
     POST /pd/role          {"role": "kv_consumer"}
     GET  /pd/events        where KV events are published, V0 or V1
@@ -62,7 +63,7 @@ class RoutesMiddleware:
 
 
 def operator_routes(drain: ServerDrain, keys: Sequence[str]) -> list[Route]:
-    """/pd/status, /pd/drain and /pd/role of an engine with disaggregation."""
+    """/pd/status, /pd/prompts, /pd/drain and /pd/role of an engine with disaggregation."""
 
     def show(answers: list[m.StatusReply]) -> Response:
         for status in answers:
@@ -79,6 +80,18 @@ def operator_routes(drain: ServerDrain, keys: Sequence[str]) -> list[Route]:
     async def show_status(request: Request) -> Response:
         return show(await drain.ask(m.Status(), lambda status: True))
 
+    async def show_prompt(request: Request) -> Response:
+        name = request.path_params["name"]
+        if len(name) > m.MAX_ID_CHARS:
+            raise HTTPException(HTTPStatus.NOT_FOUND)
+        answers = await drain.ask(m.Status(prompt=name), lambda status: status.prompt is not None
+                                  and status.prompt.is_of(name))
+        for status in answers:
+            if status.prompt.decision:
+                return JSONResponse({**msgspec.structs.asdict(status.prompt),
+                                     "timings": msgspec.structs.asdict(status.prompt.timings)})
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+
     async def begin_drain(request: Request) -> Response:
         return show(await drain.begin())
 
@@ -86,7 +99,8 @@ def operator_routes(drain: ServerDrain, keys: Sequence[str]) -> list[Route]:
         role = msgspec.json.decode(await _body(request), type=_RoleBody).role
         return show(await drain.ask(m.SetRole(role), lambda status: status.member.role is role))
 
-    return [_route("GET", "/pd/status", show_status, keys), _route("POST", "/pd/drain", begin_drain, keys),
+    return [_route("GET", "/pd/status", show_status, keys),
+            _route("GET", "/pd/prompts/{name}", show_prompt, keys), _route("POST", "/pd/drain", begin_drain, keys),
             _route("POST", "/pd/role", set_role, keys)]
 
 

@@ -173,6 +173,8 @@ class DecodeHandover(ABC, Generic[R]):
         asked = asked_place(self._extra_args(request))
         if asked is not AskedPlace.AUTO:
             self._metrics.asked(asked.value, where)
+        self._session.prompt_decided(self._request_id(request), self._request(request).attempts > 0, asked=asked.value,
+                                     tokens=self._num_tokens(request), decision=where, reason=decision.reason.value)
         expected = decision.expected
         tokens = self._num_tokens(request) if expected is None else expected.tokens
         if self._log_decisions:
@@ -216,6 +218,9 @@ class DecodeHandover(ABC, Generic[R]):
         cached_blocks = cached_tokens // self._capacity.block_size
         remote, prompt = self._requests[request], self._prompt(request)
         remote.parked_at = time.monotonic()
+        self._session.note_prompt(self._request_id(request), attempts=remote.attempts, cached_tokens=cached_tokens,
+                                  peer=remote.hold.incarnation if remote.hold is not None else "", outcome="",
+                                  detail="")
         self._attempts[attempt] = RemoteAttempt(remote, len(block_ids) - cached_blocks, len(prompt) - cached_tokens)
         if request in self._batch:  # it was to be prefilled here, but now there is a peer for it
             self._batch.remove(request)
@@ -240,6 +245,7 @@ class DecodeHandover(ABC, Generic[R]):
             return
         if remote.stage is AttemptStage.PARKED:  # else it has ended, and was counted
             self._metrics.attempt("cancelled")
+            self._session.note_prompt(request_of(attempt), outcome="cancelled")
         remote.stage = AttemptStage.LEFT
 
     def notice(self, payload: bytes) -> None:
@@ -260,6 +266,8 @@ class DecodeHandover(ABC, Generic[R]):
                 return  # it has ended before
             progress.finished_prefills.append(event.attempt)
             self._metrics.attempt("done")
+            self._session.note_prompt(request_of(event.attempt), outcome="done",
+                                      **({"peer": event.peer} if event.peer else {}))
             if self.measures is not None:
                 self._unmeasured[event.attempt] = remote.tokens, time.monotonic() - remote.request.parked_at
                 if len(self._unmeasured) > KEPT_UNMEASURED:
@@ -296,7 +304,9 @@ class DecodeHandover(ABC, Generic[R]):
             remote = self._requests[request]
             if remote.resumed_at is None and self._is_running(request):
                 remote.resumed_at = time.time()
-                self._metrics.parked(time.monotonic() - remote.parked_at)
+                parked_s = time.monotonic() - remote.parked_at
+                self._metrics.parked(parked_s)
+                self._session.note_prompt(self._request_id(request), parked_s=parked_s)
 
     def give_back(self, progress: Progress, stalled: bool) -> None:
         """Return the requests whose attempt failed to the scheduler. One that another peer will prefill returns at
@@ -354,7 +364,9 @@ class DecodeHandover(ABC, Generic[R]):
         for request in self._resuming:
             resumed_at, first_token_at = self._requests[request].resumed_at, self._first_token_at(request)
             if resumed_at is not None and first_token_at is not None:
-                self._metrics.handover("first_step", max(0.0, first_token_at - resumed_at))
+                first_step_s = max(0.0, first_token_at - resumed_at)
+                self._metrics.handover("first_step", first_step_s)
+                self._session.note_prompt(self._request_id(request), first_step_s=first_step_s)
             elif resumed_at is None or not self._is_finished(request):
                 waiting.append(request)
         self._resuming = waiting
@@ -408,6 +420,8 @@ class DecodeHandover(ABC, Generic[R]):
         logger.log(level, "remote prefill %d of request %s has ended (%s): %s", attempt.number, request_of(attempt),
                    event.reason.value, event.detail)
         self._metrics.attempt(event.outcome.value)
+        self._session.note_prompt(request_of(attempt), outcome=event.outcome.value, peer=event.peer,
+                                  detail=f"{event.reason.value}: {event.detail}")
         if attempt not in self._parked():
             return  # aborted in the meantime
         remote = self._attempts[attempt] = self._attempts.pop(attempt)  # failed ones are in the order of their failures
@@ -488,6 +502,7 @@ class DecodeHandover(ABC, Generic[R]):
             self.measures.handed_over(time.monotonic(), tokens, total_s, timings.queue_s + timings.prefill_s,
                                       timings.transfer_s, last_tokens)
         if timings.measured:
+            self._session.note_prompt(request_of(attempt), timings=timings)
             self._metrics.transfer_bytes(timings.bytes)
             for stage, seconds in (("queue", timings.queue_s), ("claim", timings.claim_s),
                                    ("prefill", timings.prefill_s), ("transfer", timings.transfer_s)):

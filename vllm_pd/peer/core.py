@@ -19,6 +19,7 @@ from vllm_pd.peer.credits import JobCredits
 from vllm_pd.peer.failed_paths import FailedPaths
 from vllm_pd.peer.own_jobs import OwnJobs
 from vllm_pd.peer.posted_jobs import PostedJobs
+from vllm_pd.peer.prompt_records import PromptRecords
 from vllm_pd.peer.state import EngineState
 from vllm_pd.peer.step_watch import HUNG_S, StepWatch
 from vllm_pd.protocol import messages as m
@@ -76,6 +77,7 @@ class PeerCore:
         self.refusal = ""  # why every job is refused
         self.own_jobs = OwnJobs() if config.decides_by_time else None
         self.posted = PostedJobs()
+        self.prompts = PromptRecords()
         self.paths = PathCosts(member.zone)
         self.failed_paths = FailedPaths(config.attempt_deadline_s)
         self.last_number = -1  # of this engine's attempts

@@ -6,6 +6,7 @@ An attempt is named by `next_attempt`, begun by `submit` or `claim_hold`, and en
 or by `abort`. Sans-IO; each method holds the lock.
 """
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
@@ -117,6 +118,17 @@ class DecodeSession(Session):
         """Whether this engine can read from that prefill engine: over a two-sided transport from none."""
         return (self._reaches_holder(incarnation) and incarnation not in self._parted
                 and incarnation not in self._core.failed_paths.avoided(self._clock()))
+
+    @locked
+    def prompt_decided(self, request_id: str, again: bool, **fields: Any) -> None:
+        """Remember a decision about this request's prompt, `again` after an attempt; `fields` are those of its
+        `PromptRecord`."""
+        self._core.prompts.decided(request_id, again, **fields)
+
+    @locked
+    def note_prompt(self, request_id: str, **fields: Any) -> None:
+        """Remember more of a prompt that was decided about; `fields` likewise."""
+        self._core.prompts.note(request_id, **fields)
 
     @locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
+
 from vllm_pd.peer.core import Session, locked
 from vllm_pd.peer.degraded import Cause, Degraded
 from vllm_pd.protocol import messages as m
@@ -68,12 +70,19 @@ class OperatorSession(Session):
             self._core.state_changed()
 
     @locked
-    def status(self, sockets: int, problem: str = "") -> m.StatusReply:
-        """The answer to an operator or the front end. `sockets` are open."""
+    def status(self, sockets: int, problem: str = "", prompt: str = "") -> m.StatusReply:
+        """The answer to an operator or the front end. `sockets` are open. `prompt`: the request that is asked about."""
         gauges = {**self.counts(), "sockets": sockets, **self.state.gauges()}
         degraded = self.degraded()
         return m.StatusReply(self.state.member(), problem, gauges,
-                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}", self._fences())
+                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}", self._fences(),
+                             self._find_prompt(prompt) if prompt else None)
+
+    def _find_prompt(self, name: str) -> m.PromptRecord:
+        """What is known of the prompt of the request with this name."""
+        record = self._core.prompts.find(name)
+        address = next((one.address for one in self._cluster.members() if one.incarnation == record.peer), "")
+        return msgspec.structs.replace(record, address=address)
 
     @locked
     def degraded(self) -> Degraded | None:

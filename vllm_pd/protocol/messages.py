@@ -475,20 +475,52 @@ class Gone(WireMessage):
     incarnation: Name
 
 
+class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine remembers of the prompt of one request. `asked`, `decision` ("remote" or "local") and `reason` are
+    those of the last decision about it, as in the metrics; empty for a request that it does not know. `attempts` counts
+    those on prefill engines. Of the last one: its `peer` by incarnation, as far as one had it, and that one's control
+    `address` while it is registered; its `outcome` (`protocol.actions.AttemptEnd`), empty while it is open; its fault
+    in `detail`; how many of the `tokens` were cached here. `parked_s`: until the request was scheduled with its KV,
+    `first_step_s`: from then to its first token; None: not yet."""
+    request_id: Text
+    tokens: Count = 0
+    asked: Text = ""
+    decision: Text = ""
+    reason: Text = ""
+    attempts: Count = 0
+    cached_tokens: Count = 0
+    peer: Text = ""
+    address: Text = ""
+    outcome: Text = ""
+    detail: Text = ""
+    timings: Timings = Timings()
+    parked_s: Seconds | None = None
+    first_step_s: Seconds | None = None
+
+    def is_of(self, name: str) -> bool:
+        """Whether the request has this name. vLLM makes `cmpl-NAME-0` of a client's X-Request-Id, or adds even more."""
+        given = self.request_id.partition("-")[2]
+        return bool(name) and (name in (self.request_id, given) or given.startswith(f"{name}-"))
+
+
 class Status(WireMessage):
-    """Request a StatusReply. The engine's own front end sends with it where it serves."""
+    """Request a StatusReply. The engine's own front end sends with it where it serves, and the name of a request about
+    whose `prompt` it asks."""
     http: Text = ""
+    prompt: Text = ""
 
 
 class StatusReply(WireMessage):
-    """Answer to the four above it. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
+    """Answer to the four orders. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
     `degraded` says why the engine has nobody to work with, empty where it has. `fences`: how many attempts each peer
-    may still write or read here."""
+    may still write or read here. `prompt`: of the request that was asked about, under the name that was asked for where
+    it is not known."""
     member: Member
     problem: Text = ""
     gauges: dict[Name, Count] = {}
     degraded: Text = ""
     fences: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_FENCES)] = {}
+    prompt: PromptRecord | None = None
 
 
 class TryAddresses(WireMessage):

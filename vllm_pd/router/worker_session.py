@@ -20,6 +20,7 @@ class WorkerAnswer:
 
     def __init__(self, reply: WorkerResponse) -> None:
         self.status = reply.status
+        self.headers = reply.headers
         self.content = self
         self._reply = reply
 

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of `vllm-pd doctor --try` and `vllm-pd top`, which the command needs before it needs the rest of them."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from vllm_pd.errors import ConfigError
+from vllm_pd.settings.options import Option
+
+TRY = "--try"
+PROMPT_TOKENS = 1024
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.5, 3600.0
+
+
+@dataclass(frozen=True)
+class TrialOptions:
+    """The options of `vllm-pd doctor --try`."""
+    url: Annotated[str | None, Option(
+        "Send instead one prompt to this decode engine or router, have a prefill engine compute it, and compare the "
+        "answer with that of the decode engine alone.", flag=TRY, metavar="URL")] = None
+    prompt_tokens: Annotated[int | None, Option(
+        f"With --try: how long the prompt is. Default {PROMPT_TOKENS}, or what the model takes.")] = None
+    model: Annotated[str | None, Option("With --try: the model's name, where several are served.")] = None
+    api_key: Annotated[str | None, Option("With --try: the key that the URL asks for; default $VLLM_API_KEY.")] = None
+    worker_api_key: Annotated[str | None, Option(
+        "With --try of a router: the key that the engines ask for, if they have another one.")] = None
+    answer_timeout_s: Annotated[float, Option("With --try: how long each of the two answers may take.")] = 300.0
+
+    def checked(self) -> TrialOptions:
+        """These options. Raises ConfigError for one that can't be used, or is of no use without --try."""
+        if self.url is None:
+            for flag, value in (("--prompt-tokens", self.prompt_tokens), ("--model", self.model),
+                                ("--api-key", self.api_key and "***"),
+                                ("--worker-api-key", self.worker_api_key and "***")):
+                if value is not None:
+                    raise ConfigError(flag, value, "it belongs to --try URL")
+        if self.prompt_tokens is not None and self.prompt_tokens < 1:
+            raise ConfigError("--prompt-tokens", self.prompt_tokens, "write 1 or more")
+        if not 0 < self.answer_timeout_s <= 86400:  # nan neither
+            raise ConfigError("--answer-timeout-s", self.answer_timeout_s, "write seconds above 0, 86400 at most")
+        return self
+
+
+@dataclass(frozen=True)
+class TopOptions:
+    """The options of `vllm-pd top` beside those of the broker."""
+    once: Annotated[bool, Option("Print one table, of all since the engines' starts, and end; so it is where the "
+                                 "output is no terminal.")] = False
+    interval_s: Annotated[float, Option("How often the engines are read.", flag="--interval")] = 2.0
+    api_key: Annotated[str | None, Option("The key that the engines ask for, to say why one is degraded; default "
+                                          "$VLLM_API_KEY.")] = None
+
+    def checked(self) -> TopOptions:
+        """These options. Raises ConfigError for one that can't be used."""
+        if not MIN_INTERVAL_S <= self.interval_s <= MAX_INTERVAL_S:
+            raise ConfigError("--interval", self.interval_s, f"write {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
+        return self
