@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the folders of tests/ in two lanes, and what failed once more: scripts/test.sh calls it.
 
-All run in the environment of this process, which is that of engine V0, but tests/v1 and tests/v1_hosts: theirs is made
-when their turn comes.
+All run in the environment of this process, which is that of engine V0, but tests/v1 and tests/v1_*: theirs is made when
+their turn comes.
 
     run_tests.py [--fast | --rest | --all] [pytest arguments]
 """
@@ -21,20 +21,21 @@ LANES = {
     "engines": ("v1", ),
     "others": ("series", "unit", "proof", "sockets", "router", "peers", "transfer", "wheel"),
 }
-REST = {  # what only a change of the patches, of engine V0 or of the step sync can break
-    "engines": ("e2e", "v1_hosts"),
+REST = {  # real engines in all their shapes, and what only the patches, V0, the step sync or a network can break
+    "engines": ("v1_engines", "e2e", "v1_hosts"),
     "others": ("dp", "upstream", "dp_protocol", "hosts"),
 }
 # Folders with an environment of their own, and what starts pytest there.
 V1_PYTEST = ("bash", "-c", 'VLLM_PD_ENGINE=v1 . scripts/env.sh && exec python -m pytest "$@"', "pytest-v1")
-COMMANDS = {"tests/v1": V1_PYTEST, "tests/v1_hosts": V1_PYTEST}
+COMMANDS = dict.fromkeys(("tests/v1", "tests/v1_engines", "tests/v1_hosts"), V1_PYTEST)
 FAST = {
     "engines": ("e2e/test_tokens.py::test_b1_greedy_tokens_equal_those_of_one_engine",),
     "others": ("series", "unit", "proof"),
 }
 # Folders whose tests mostly wait run in several processes of pytest-xdist: "-n", how many.
-WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "hosts": 4, "router": 2, "v1": 2}
+WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "hosts": 4, "router": 2, "v1": 2, "v1_engines": 2}
 BY_FILE = ("--dist", "loadfile")  # the tests of a file share its engines
+SHARING = ("v1", "v1_engines")
 FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")
 SKIP_PROVEN = "VLLM_PD_SKIP_PROVEN"  # for tests/searches.py
@@ -47,7 +48,7 @@ def main() -> int:
                                      allow_abbrev=False)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--fast", action="store_true", help="series, unit, proof, and one prompt through two engines")
-    which.add_argument("--rest", action="store_true", help="what only the patches, V0 or the step sync can break")
+    which.add_argument("--rest", action="store_true", help="real engines of all shapes, V0, the step sync, machines")
     which.add_argument("--all", action="store_true", help="everything, with the heavy proofs of docs/testing.md")
     chosen, options = parser.parse_known_args()
     for option in options:
@@ -59,7 +60,7 @@ def main() -> int:
         options = [*NOT_HEAVY, *options]
         os.environ[SKIP_PROVEN] = "1"
     counts = FAST_WORKERS if chosen.fast else WORKERS
-    workers = {f"tests/{name}": ("-n", str(count), *BY_FILE * (name == "v1")) for name, count in counts.items()}
+    workers = {f"tests/{name}": ("-n", str(count), *BY_FILE * (name in SHARING)) for name, count in counts.items()}
     kept = ROOT / "build" / ("tests_rest" if chosen.rest else "tests")
     return Session(ROOT, options, kept, workers, COMMANDS).run(lanes)
 

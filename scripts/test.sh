@@ -3,15 +3,15 @@
 # Run the tests:   bash scripts/test.sh [--fast | --rest | --all] [pytest arguments]
 #
 #   --fast   only the series, the pure tests, the protocol, and one prompt through two engines
-#   --rest   the others: engines of V0, the step sync, the patched tree; for a change of patches/, vllm_pd/v0 or the protocol
+#   --rest   the others: real engines in all their shapes, V0, the step sync, the patched tree, several machines
 #   --all    both, with the heavy proofs, which docs/testing.md lists, and all searches
 #
-# A search through the protocol's states that has passed is skipped until code that it sees changes. Every folder of tests/ runs in a pytest of its own, in two lanes side by side; a table with the time of each is printed at the
-# end, and build/tests has the outputs. A test that failed runs once more, alone, after everything else; if it passes then, it is
-# listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
+# A search through the protocol's states that has passed is skipped until code that it sees changes. Every folder of tests/
+# runs in a pytest of its own, in two lanes side by side; a table with the time of each is printed at the end, and build/tests
+# has the outputs. A test that failed runs once more, alone, after everything else; if it passes then, it is listed as `flaky:`. A wrong answer, a leak or a crash is red at once (scripts/_tests/session.py).
 # With a path below tests/ among the arguments, that is what runs, once, heavy or not. Does all the set-up itself (scripts/env.sh):
-# tests/v1 and tests/v1_hosts get the environment of engine V1 (VLLM_PD_ENGINE=v1), everything else that of V0. Only another path, given alone, runs
-# where VLLM_PD_ENGINE says. tests/v1 and another path can't be given together.
+# tests/v1 and tests/v1_* get the environment of engine V1 (VLLM_PD_ENGINE=v1), everything else that of V0. Only another
+# path, given alone, runs where VLLM_PD_ENGINE says. tests/v1 and another path can't be given together.
 
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -21,10 +21,10 @@ for argument in "$@"; do
     case $before:${path#"$PWD"/} in
         --ignore:* | --ignore-glob:* | --deselect:* | --rootdir:* | --confcutdir:* | --basetemp:* | --junit*xml:* | --log-file:* | -c:*)
             ;; # the value of an option
-        *:tests/v1 | *:tests/v1/* | *:tests/v1_hosts | *:tests/v1_hosts/*) v1=$argument ;;
+        *:tests/v1 | *:tests/v1/* | *:tests/v1_*) v1=$argument ;;
         *:tests | *:tests/) v1=tests/v1 others=$argument ;;
         *:tests/*) others=$argument ;;
-        *:/*/tests/v1 | *:/*/tests/v1/* | *:/*/tests/v1_hosts | *:/*/tests/v1_hosts/*) v1=$argument ;;
+        *:/*/tests/v1 | *:/*/tests/v1/* | *:/*/tests/v1_*) v1=$argument ;;
         *:/*) others=$argument ;;
     esac
     before=$argument

@@ -3,7 +3,7 @@
 nobody, and nothing is counted as what it is not (B20, B34, B113).
 
 VLLM_PD_V1_EXAMPLES=N plays N / 8 histories of tests/v1/walk.py with each drafter, VLLM_PD_SEEDS=N runs N / 60 of the
-fleets. Real engines: tests/v1/test_real_drafting.py.
+fleets. Real engines: tests/v1_engines/test_real_drafting.py.
 """
 import collections
 import functools

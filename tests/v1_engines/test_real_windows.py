@@ -9,7 +9,7 @@ import pytest
 from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
-from tests.v1.test_real_shapes import WINDOWS
+from tests.v1_engines.test_real_shapes import WINDOWS
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -14,7 +14,7 @@ import pytest
 from tests import asking
 from tests.fakes.ascend_proxy import AscendProxy
 from tests.v1.test_real_engines import prompts
-from tests.v1.test_real_metaserver import END_S, MODEL, SERVE_ARGS, START_S, TOKENS, at_rest, gauges, wait_for
+from tests.v1_engines.test_real_metaserver import END_S, MODEL, SERVE_ARGS, START_S, TOKENS, at_rest, gauges, wait_for
 from vllm_pd.ops.launch.plan import HOST, UpOptions, plan_fleet
 from vllm_pd.ops.launch.up import Fleet
 from vllm_pd.ops.scrape import scrape

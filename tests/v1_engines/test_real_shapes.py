@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real V1 engines with other models and types than a Llama in float32. Tokens as one stock engine says them (B1, B2,
-B101). `heavy`; windows in some layers run always in tests/v1/test_real_windows.py.
+B101). `heavy`; windows in some layers run always in tests/v1_engines/test_real_windows.py.
 """
 import os
 import subprocess
@@ -70,7 +70,7 @@ def check(start):
 @pytest.mark.heavy
 def test_b101_a_sliding_window_in_some_layers(check, mono):
     """All layers in one group. Prompts longer than the window, by whole blocks. Without the window the answers are
-    others. In groups of their own: tests/v1/test_real_windows.py."""
+    others. In groups of their own: tests/v1_engines/test_real_windows.py."""
     right = check(1, 1, {**WINDOWS, "disable_hybrid_kv_cache_manager": True})
     others = mono.generate(prompts(2026, LENGTHS), tokens=12)
     assert others[0] == right[0] and sum(one != other for one, other in zip(others, right, strict=True)) >= 4
