@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines in all their shapes, of which tests/v1 has one: this folder is run in the environment of engine V1 only.
-"""
+"""Real V1 engines in all their shapes, of which tests/v1 has one. This folder has the environment of engine V1."""
 import os
 
 from tests.v1.conftest import logs, mono  # noqa: F401
