@@ -20,7 +20,7 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
-from _wheel import cache, extension, metadata, project, source, targets
+from _wheel import cache, extension, metadata, plugin, project, source, targets
 
 TARGET = project.check_target(os.environ.get("VLLM_PD_TARGET", "cpu"))
 EGG_BASE = tempfile.mkdtemp(prefix="vllm-pd-egg-")
@@ -47,6 +47,10 @@ def needed_to_build() -> list[str]:
     return [f"torch=={extension.pinned_torch()}", "numpy<2.3"]
 
 
+if TARGET == "plugin":  # for pip, which asks before the wheel is made; those of the others are upstream's
+    options = {"install_requires": plugin.requirements(), "extras_require": project.extras()}
+else:
+    options = {}
 setup(
     name=project.distribution(TARGET),
     version=targets.version(TARGET),
@@ -57,4 +61,5 @@ setup(
     setup_requires=needed_to_build(),
     entry_points={"console_scripts": [metadata.ENTRY_POINT]},
     cmdclass={"bdist_wheel": PatchedWheel},
+    **options,
 )
