@@ -47,10 +47,6 @@ def needed_to_build() -> list[str]:
     return [f"torch=={extension.pinned_torch()}", "numpy<2.3"]
 
 
-if TARGET == "plugin":  # for pip, which asks before the wheel is made; those of the others are upstream's
-    options = {"install_requires": plugin.requirements(), "extras_require": project.extras()}
-else:
-    options = {}
 setup(
     name=project.distribution(TARGET),
     version=targets.version(TARGET),
@@ -61,5 +57,7 @@ setup(
     setup_requires=needed_to_build(),
     entry_points={"console_scripts": [metadata.ENTRY_POINT]},
     cmdclass={"bdist_wheel": PatchedWheel},
-    **options,
+    # For pip, which asks before the wheel is made. Those of a patched wheel are upstream's: it has them itself.
+    install_requires=plugin.requirements() if TARGET == "plugin" else [],
+    extras_require=project.extras() if TARGET == "plugin" else {},
 )
