@@ -2,7 +2,7 @@
 """The extras of the distribution `vllm-pd`: what an engine, a router, NATS and the benchmarks need beyond the broker.
 
 Whoever is about to import such a package calls `require_extra` first, so that a host without it answers with one line.
-The wheel's own list, with versions, is `[tool.vllm-pd.extras]` of pyproject.toml.
+The wheel's own list, with versions, is `[tool.vllm-pd.plugin.extras]` of pyproject.toml.
 """
 from importlib import metadata
 from importlib.util import find_spec

@@ -222,9 +222,11 @@ def test_doctor_of_a_host_without_engines_asks_for_no_nixl(installed, monkeypatc
 
 def test_doctor_of_a_v1_engine_without_nixl_names_the_extra(installed, monkeypatch):
     installed.update({"vllm": "0.32.0", "vllm-pd": "0.1.0"})
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("nixl", "nats") else True)
     [finding] = doctor.check_nixl()
-    assert (finding.ok, finding.cure) == (False, 'pip install "vllm-pd[engine]"')
+    assert (finding.fact, finding.cure) == ("not installed: nixl", 'pip install "vllm-pd[engine]"')
+    [finding] = doctor.check_peers("nats://127.0.0.1:4222")
+    assert "not installed: nats" in finding.fact and finding.cure == 'pip install "vllm-pd[nats]"'
 
 
 def test_requirements_of_an_extra_count_where_it_is_installed(installed, monkeypatch):

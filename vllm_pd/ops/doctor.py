@@ -21,7 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from vllm_pd.broker.members import Access, MemberList, list_members
-from vllm_pd.errors import ConfigError, OtherProtocol, PDError
+from vllm_pd.errors import ConfigError, MissingPackage, OtherProtocol, PDError
 from vllm_pd.extras import PLUGIN, install_command, missing_modules
 from vllm_pd.model.installation import World, check_installation, find_installation
 from vllm_pd.ops.doctor_gpu import check_gpu
@@ -196,8 +196,9 @@ def check_wheel(program: str) -> Iterator[Finding]:
 
 def check_nixl() -> Iterator[Finding]:
     """A NIXL agent with the UCX back end can be created."""
-    if find_installation().world is World.PLUGIN and "nixl" in missing_modules("engine"):
-        yield Finding("nixl", "it is not installed", install_command("engine"))
+    missing = missing_modules("engine") if find_installation().world is World.PLUGIN else []
+    if missing:
+        yield Finding("nixl", f"not installed: {', '.join(missing)}", install_command("engine"))
         return
     yield run_native("nixl", CREATE_AGENT, nixl_cure(torch_cuda()))
 
@@ -236,6 +237,9 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
         listed = list_members(broker, access=access)
     except ConfigError as error:
         yield Finding("broker", f"{error.key}={error.value} can't be used", error.cure)
+        return
+    except MissingPackage as error:
+        yield Finding("broker", f"{broker} can't be asked, not installed: {', '.join(error.modules)}", error.cure)
         return
     except PDError as error:
         yield Finding("broker", str(error), _broker_cure(error, broker, access or Access()))
