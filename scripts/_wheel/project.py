@@ -43,6 +43,13 @@ def overrides(target: str) -> dict[str, str | bool]:
     return requires["common"] | requires[check_target(target)]
 
 
+def extras() -> dict[str, list[str]]:
+    """Extra of the plugin -> its requirements."""
+    common = settings()["requires"]["common"]
+    return {extra: [f"{name}{common[name] if given is True else given}" for name, given in wanted.items()]
+            for extra, wanted in settings()["plugin"]["extras"].items()}
+
+
 def package_files(target: str) -> list[Path]:
     """Every file of ``vllm_pd`` that goes into the wheel. The plugin has nothing that needs the patched vLLM."""
     package = ROOT / "vllm_pd"

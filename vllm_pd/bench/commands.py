@@ -15,6 +15,7 @@ from vllm_pd.bench.outputs import require_file, require_picture, write_json
 from vllm_pd.bench.serve.settings import ServeBench
 from vllm_pd.bench.share.options import ShareBench
 from vllm_pd.errors import ConfigError
+from vllm_pd.extras import require_extra
 from vllm_pd.settings.options import takes_settings
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def handover(decode: MaybeUrls = None, prefill: MaybeUrls = None, state: State =
              output: Annotated[Path | None, typer.Option(help="Also write the JSON here.", callback=_file)] = None
              ) -> None:
     """Measure what a remote prefill costs beside the prefill, the transfer and the first decode step."""
+    require_extra("bench")
     from vllm_pd.bench.handover import HandoverBench, measure
     known = known_urls(state, {"decode": decode, "prefill": prefill})
     found = measure(HandoverBench(known["decode"][0], known["prefill"], requests, prompt_tokens, max_tokens, warm_up,
@@ -183,6 +185,7 @@ def bench_router(
         picture: Picture = None,
         output: Output = None) -> None:
     """Measure what routers add to a request, ours and others', before dummy workers that this starts and ends."""
+    require_extra("bench")
     from vllm_pd.bench import router_report
     from vllm_pd.bench.checks import parse_cores
     from vllm_pd.bench.router import RouterBench, measure
@@ -242,6 +245,7 @@ def bench_policies(
         picture: Picture = None,
         output: Output = None) -> None:
     """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
+    require_extra("bench")
     from vllm_pd.bench import policies
     from vllm_pd.bench.conversations import ConversationShape
     from vllm_pd.router.policy import Policy
@@ -268,6 +272,7 @@ def bench_serve(bench: ServeBench,
                 picture: Picture = None,
                 output: Output = None) -> None:
     """Measure disaggregated engines beside mixed ones, which this starts and ends, or a fleet that runs."""
+    require_extra("bench")
     from vllm_pd.bench.serve import command
     raise typer.Exit(command.run(bench, log, picture, output, typer.echo, lambda table: print_table(table, WIDE)))
 
@@ -276,6 +281,7 @@ def bench_serve(bench: ServeBench,
 @takes_settings
 def share(bench: ShareBench, output: Output = None) -> None:
     """Measure how repetitive recorded prompts are, and what caches of D and P and the router could save of that."""
+    require_extra("bench")
     from vllm_pd.bench.share import measure
     found = measure.measure(bench, typer.echo)
     typer.echo(measure.summary(found))

@@ -8,7 +8,8 @@ from typing import Annotated
 import zmq
 
 from vllm_pd.broker.changes import RegistryView
-from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.errors import ControlError
+from vllm_pd.extras import require_extra
 from vllm_pd.protocol import messages
 from vllm_pd.protocol.messages import Member, Peers
 from vllm_pd.rpc.addresses import parse_endpoint, parse_nats, url_of
@@ -73,16 +74,14 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
                  key: str = "--broker", context: zmq.Context | None = None,
                  known: RegistryView | None = None) -> MemberList:
     """Ask the broker for its engines. `context` is as for `Call`. Raises ConfigError, naming `key`, for an invalid
-    address, ControlError without an answer in time, OtherProtocol where the broker has another protocol version.
-    Without keys, engines of other machines are left out: anybody on this machine could have named them. `known` is what
-    the caller has read from this broker before. It is brought up to date, and `vllm-pd broker` sends only what has
-    changed; the loads of the others are old then."""
+    address, MissingPackage without what NATS needs, ControlError without an answer in time, OtherProtocol where the
+    broker has another protocol version. Without keys, engines of other machines are left out: anybody on this machine
+    could have named them. `known` is what the caller has read from this broker before. It is brought up to date, and
+    `vllm-pd broker` sends only what has changed; the loads of the others are old then."""
     access = access or Access()
     if NatsAddress.is_url(broker):
-        try:
-            from vllm_pd.broker.nats_members import list_nats_members
-        except ImportError as error:
-            raise ConfigError(key, broker, f"{error}; pip install 'nats-py[nkeys]'") from error
+        require_extra("nats")
+        from vllm_pd.broker.nats_members import list_nats_members
         members, queue_length = list_nats_members(access.nats(key, broker), access.ttl_s, timeout_s)
         listed = MemberList(tuple(members), queue_length)
         return listed if access.keys or access.nats_credentials else listed.on_this_machine()

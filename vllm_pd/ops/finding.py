@@ -10,10 +10,12 @@ NATIVE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of the report. `cure` says what to do; it is empty where nothing is wrong."""
+    """One check of the report. `cure` says what to do; it is empty where nothing is wrong. `hint` says what would make
+    more of this host, where nothing is wrong without it."""
     check: str
     fact: str
     cure: str = ""
+    hint: str = ""
 
     @property
     def ok(self) -> bool:
@@ -22,9 +24,9 @@ class Finding:
 
     @property
     def lines(self) -> list[str]:
-        """As printed: the fact, and the cure if there is one."""
-        fact = f"{'ok ' if self.ok else 'BAD'}  {self.check:<9} {self.fact}"
-        return [fact] if self.ok else [fact, f"               -> {self.cure}"]
+        """As printed: the fact, and the cure or the hint if there is one."""
+        fact = f"{'BAD' if self.cure else '-- ' if self.hint else 'ok '}  {self.check:<9} {self.fact}"
+        return [fact, f"               -> {self.cure or self.hint}"] if self.cure or self.hint else [fact]
 
 
 def run_native(check: str, program: str, cure: str) -> Finding:

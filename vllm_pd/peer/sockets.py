@@ -15,7 +15,8 @@ import zmq
 
 from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.broker.zmq_backend import ZmqBackend
-from vllm_pd.errors import ConfigError
+from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.extras import require_extra
 from vllm_pd.peer.control import MessageSource
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.peering import PeeringLimits
@@ -66,7 +67,7 @@ class ControlSockets:
             self._router = self._listen("bind", config.bind, self._keys)
             self._front = self._listen("front", front, None) if front else None
             self.backend: BrokerBackend = open_backend(self._context, incarnation, config, self._keys)
-        except ConfigError:
+        except PDError:
             self._context.destroy(linger=0)
             raise
         self.counters = self.backend.counters
@@ -318,12 +319,11 @@ def remember(routes: collections.OrderedDict[str, bytes], name: str, route: byte
 
 
 def open_backend(context: zmq.Context, incarnation: str, config: "PDConfig", keys: Keys | None) -> BrokerBackend:
-    """The connection to the configured broker, which need not run yet. Raises ConfigError for a bad address."""
+    """The connection to the configured broker, which need not run yet. Raises ConfigError for a bad address,
+    MissingPackage without what NATS needs."""
     if not NatsAddress.is_url(config.broker):
         return ZmqBackend(context, incarnation, config.broker, keys)
-    try:
-        from vllm_pd.broker.nats_backend import NatsBackend
-    except ImportError as error:
-        raise ConfigError("broker", config.broker, f"{error}; pip install 'nats-py[nkeys]'") from error
+    require_extra("nats")
+    from vllm_pd.broker.nats_backend import NatsBackend
     address = NatsAddress.of(config.broker, config.nats_prefix, config.nats_credentials, config.nats_ca)
     return NatsBackend(incarnation, address, config.ttl_s)

@@ -15,11 +15,13 @@ from types import FrameType
 
 import uvicorn
 
+from vllm_pd.extras import require_extra
 from vllm_pd.frontend.edge import Edge, EdgeLimits
 from vllm_pd.router import descriptors
 from vllm_pd.router.app import RouterApp
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
+from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
 
 logger = logging.getLogger("vllm.pd.router")
@@ -33,7 +35,10 @@ LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS
 
 
 def serve(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
-    """Run a router until SIGINT or SIGTERM. Raises ConfigError for an invalid setting or a port in use."""
+    """Run a router until SIGINT or SIGTERM. Raises ConfigError for an invalid setting or a port in use, MissingPackage
+    for a broker that needs the extra `nats`."""
+    if options.broker is not None and NatsAddress.is_url(options.broker):
+        require_extra("nats")
     for name, value in LIBRARY.items():  # transformers reads them when it is imported
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

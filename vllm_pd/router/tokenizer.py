@@ -2,6 +2,7 @@
 """A model's tokenizer and chat template, used as its engines use them: turns a request into its prompt's token ids."""
 import functools
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -39,9 +40,14 @@ class Tokenizer:
     """One model's tokenizer and chat template. Safe to use from several threads."""
 
     def __init__(self, name: str) -> None:
-        """Load the model `name`, a folder or a name on the hub. Raises whatever transformers raises."""
-        from transformers import AutoTokenizer
-        self._tokenizer = AutoTokenizer.from_pretrained(name)
+        """Load the model `name`, a folder or a name on the hub: by transformers, as the engines do, where that is
+        installed. Raises whatever transformers or `FileTokenizer` raise."""
+        if find_spec("transformers") is not None:
+            from transformers import AutoTokenizer
+            self._tokenizer = AutoTokenizer.from_pretrained(name)
+        else:
+            from vllm_pd.router.tokenizer_files import FileTokenizer
+            self._tokenizer = FileTokenizer(name)
         self._backend = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
         if self._backend is not None:
             self._backend.no_truncation()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.extras import require_extra
 from vllm_pd.model.checks import (
     FEATURES,
     LIMITS,
@@ -35,6 +36,7 @@ from vllm_pd.model.fingerprint import pin_weights
 from vllm_pd.model.layers import check_v1_layers, choose_one_group
 from vllm_pd.model.offloading import check_offloading, hybrid_flag
 from vllm_pd.model.store_checks import check_shared_store
+from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.events import check_ports
 from vllm_pd.v1.plugin import CONNECTOR
@@ -137,7 +139,7 @@ def check_policy(transfer: KVTransferConfig) -> None:
 
 
 def check_config(config: VllmConfig, ours: PDConfig) -> None:
-    """Raises ConfigError for an engine that can't take part."""
+    """Raises ConfigError for an engine that can't take part, MissingPackage without an extra that it needs."""
     from vllm import envs
     parallel, model, transfer = config.parallel_config, config.model_config, config.kv_transfer_config
     check_limits({key: getattr(parallel, key) for key in V1_LIMITS}, V1_LIMITS)
@@ -166,6 +168,8 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_meeting(ours.bind, ours.broker)
     require_free_bind(ours)
     check_ports(config)
+    if NatsAddress.is_url(ours.broker):
+        require_extra("nats")
     pin_weights(config)
     pin_drafter(config)
     ours.transport_choice.check_device(config.device_config.device_type)

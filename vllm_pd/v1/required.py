@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.extras import require_vllm
 from vllm_pd.model.installation import find_installation
 from vllm_pd.model.source_names import Required, missing_names
 
@@ -290,7 +291,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
 
 
 def check_installed() -> None:
-    """Raises ConfigError, with the names and the supported releases, if the installed vLLM lacks any."""
+    """Raises ConfigError, with the names and the supported releases, if the installed vLLM lacks any; MissingPackage
+    where none is installed."""
+    require_vllm()
     package = Path(find_spec("vllm").origin).parent
     missing = missing_names(REQUIRED, lambda file: _read(package / file))
     if missing:

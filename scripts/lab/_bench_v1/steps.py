@@ -96,6 +96,6 @@ def goals_of(kind: str) -> dict[str, float | None]:
 def untouched(about: dict, stock: dict) -> bool:
     """Whether a process in which the plugin is off is as without it (B91): nothing wrapped, the threads of `stock`, and
     no module but those that register the name."""
-    ours = {"vllm_pd", "vllm_pd.errors", "vllm_pd.model", "vllm_pd.model.installation", "vllm_pd.model.offloading",
-            "vllm_pd.v1", "vllm_pd.v1.plugin"}
+    ours = {"vllm_pd", "vllm_pd.errors", "vllm_pd.extras", "vllm_pd.model", "vllm_pd.model.installation",
+            "vllm_pd.model.offloading", "vllm_pd.v1", "vllm_pd.v1.plugin"}
     return not about["wrapped"] and about["threads"] == stock["threads"] and set(about["plugin_modules"]) <= ours

@@ -250,7 +250,7 @@ def cores_to_pin(options: UpOptions, pin: bool | None) -> list[int]:
         raise ConfigError("--gpus", options.gpus, "engines on GPUs are not pinned: leave out --pin, or --gpus")
     on_cpu = engines_run_on_cpu()
     sized = options.gpus or any(value_of(flag, options.serve_args) is not None for flag in MEMORY_FLAGS)
-    if not (on_cpu or sized or find_installation().world is World.NONE):
+    if not (on_cpu or sized or find_installation().world in (World.NONE, World.ALONE)):
         raise ConfigError("--gpus", None, "each engine would take nearly all memory of the same GPU: write the GPUs "
                           "that they share, like --gpus 0,1, or all of them on one with --gpus 0")
     return sorted(os.sched_getaffinity(0)) if (on_cpu if pin is None else pin) else []
