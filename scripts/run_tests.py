@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # The folders of the first lane start engines, those of the second mostly do not.
 LANES = {
     "engines": ("v1", ),
-    "others": ("series", "unit", "proof", "sockets", "router", "peers", "transfer", "wheel"),
+    "others": ("series", "unit", "proof", "sockets", "router", "peers", "transfer"),
 }
 REST = {  # real engines in all their shapes, and what only the patches, V0, the step sync or a network can break
     "engines": ("v1_engines", "e2e", "v1_hosts"),
-    "others": ("dp", "upstream", "dp_protocol", "hosts"),
+    "others": ("wheel", "dp", "upstream", "dp_protocol", "hosts"),
 }
 # Folders with an environment of their own, and what starts pytest there.
 V1_PYTEST = ("bash", "-c", 'VLLM_PD_ENGINE=v1 . scripts/env.sh && exec python -m pytest "$@"', "pytest-v1")
