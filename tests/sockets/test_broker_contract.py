@@ -436,6 +436,15 @@ def test_b42_jobs_go_only_to_engines_that_fit(speaker):
     x.expect_nothing(m.Offer, 0.2)
 
 
+def test_b44_jobs_go_to_engines_of_other_ranks_and_stages(speaker):
+    """Whose heads can be mapped."""
+    ranks = [msgspec.structs.replace(FINGERPRINT, layout="kv-heads-first", tp=tp, pp=pp) for tp, pp in ((1, 1), (2, 2))]
+    d, p = know_each_other(speaker(m.Role.DECODE, ranks[0]), speaker(m.Role.PREFILL, ranks[1]))
+    assert d.put(1).refusal is None
+    p.take(9)
+    assert p.offer() == 1
+
+
 def test_a_job_goes_round_those_that_it_avoids(pair, speaker):
     """And round its owner, who can prefill too."""
     d, p = pair

@@ -361,7 +361,7 @@ def test_numbers_must_grow_so_that_a_reused_request_id_is_another_attempt(side):
 def test_b42_other_fingerprint_is_refused_with_both_values(side):
     for key, theirs in [("protocol", 9), ("model", "other"), ("dtype", "bfloat16"), ("kv_dtype", "fp8"),
                         ("block_size", 32), ("layers", 3), ("kv_heads", 1), ("head_size", 128), ("layout", "nhd"),
-                        ("tp", 2), ("pp", 3), ("transport", "torch")]:
+                        ("tp", 2), ("pp", 3), ("transport", "torch"), ("windows", (0, 64))]:
         fingerprint = m.Fingerprint(**{**{k: getattr(FINGERPRINT, k) for k in FINGERPRINT.__struct_fields__},
                                        key: theirs})
         (refused,) = side.receive(0.0, "x", m.Hello(member("x", m.Role.PREFILL, fingerprint), b""))
@@ -369,7 +369,15 @@ def test_b42_other_fingerprint_is_refused_with_both_values(side):
         assert refused == ToPrefill("x", m.Refused(key, str(ours), str(theirs)))
         assert "x" not in side.peers
         assert key in side.mismatch and repr(ours) in side.mismatch and repr(theirs) in side.mismatch
-    assert side.dropped["hello_refused"] == 12
+    assert side.dropped["hello_refused"] == 13
+
+
+def test_b114_groups_on_one_side_only_are_named_by_their_windows():
+    """Layers of several groups share memory, so `layers` differs, too."""
+    grouped = msgspec.structs.replace(FINGERPRINT, windows=(0, 64), layers=FINGERPRINT.layers // 2)
+    assert FINGERPRINT.first_difference(grouped) == ("windows", (), (0, 64))
+    assert grouped.first_difference(FINGERPRINT) == ("windows", (0, 64), ())
+    assert grouped.first_difference(msgspec.structs.replace(grouped, windows=(64, 0)))[0] == "windows"
 
 
 def test_peers_are_bounded_and_those_at_work_are_kept():

@@ -53,6 +53,24 @@ def running(side, now=0.0):
     assert side.receive(now, "d", grant()) == [Prefill(ONE, TOKENS, [6, 9], 1, [5], "d")]
 
 
+@pytest.mark.parametrize("windows, tokens, cached, right", [
+    ((), 40, 1, 3), ((0, 17), 40, 0, 3 + 2), ((0, 17), 40, 2, 3 + 1), ((17, 0, 64), 40, 1, 3 + 2 + 2),
+    ((0, 8), 33, 0, 3 + 2)])
+def test_b114_a_grant_names_the_rows_of_a_prompt(windows, tokens, cached, right):
+    """As many as `protocol.rows` says, each once; one more or less is an error of D's, and nothing is computed."""
+    fingerprint = msgspec.structs.replace(FINGERPRINT, windows=windows)
+    p = msgspec.structs.replace(member("p", m.Role.PREFILL), fingerprint=fingerprint)
+    d = msgspec.structs.replace(D, fingerprint=fingerprint)
+    for count in (right - 1, right, right + 1):
+        side = PrefillProtocol(p, b"p", PrefillLimits())
+        side.members_are(0.0, [d, p])
+        side.receive(0.0, "d", m.HelloReply(d, b"memory"))
+        side.offer(0.0, msgspec.structs.replace(job(), token_ids=list(range(tokens)), cached_tokens=cached * BLOCK))
+        (answer,) = side.receive(0.0, "d", grant(blocks=range(5, 5 + count), cached=cached))
+        assert isinstance(answer, Prefill) is (count == right), answer
+    assert len(answer.message.reason) and f"{right + 1} blocks granted for {tokens} tokens" in answer.message.reason
+
+
 def test_b98_a_prefill_has_the_priority_of_its_job(side):
     side.offer(0.0, msgspec.structs.replace(job(), priority=3))
     (prefill,) = side.receive(0.0, "d", grant())

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pd.errors import ConfigError, PeerMismatch
-from vllm_pd.transfer.layout import CacheDescription, Layout, Memory, describe_views, regions
+from vllm_pd.transfer.layout import CacheDescription, Layout, Memory, describe_views, distinct_caches, regions
 from vllm_pd.transfer.plan import descriptor_indices, descriptor_rows, head_range, heads_to_write, plan
 
 torch.set_num_threads(1)  # these tensors are too small for more
@@ -51,6 +51,24 @@ class ViewedCache:
 def run(cache: CacheDescription, layer: int, block: int, head: int) -> bytes:
     """The bytes of a head that the description names."""
     return ctypes.string_at(cache.address(layer, 0, head) + block * cache.block_stride_bytes, cache.head_bytes)
+
+
+@pytest.mark.parametrize("order", [*HEADS_FIRST, *TOKENS_FIRST])
+def test_b114_groups_of_three_and_of_two_layers_share_their_memory(order):
+    """What V1 makes of a pool for two groups: the same views, but where the layers stand between head and token, as
+    many as the group has. Then heads would be taken from the wrong place, so it is refused."""
+    pool = ViewedCache(order)
+    fewer = [ViewedCache(order, L=2).views[layer].stride() for layer in range(2)]
+    strides = fewer[0] if order == "BHLNC" else pool.views[0].stride()  # a block stays as wide as the widest group
+    second = {f"layers.{1 + 2 * number}": view.as_strided(view.shape, (pool.views[0].stride(0), *strides[1:]),
+                                                          view.storage_offset())
+              for number, view in enumerate(pool.views[:2])}
+    caches = {f"layers.{2 * number}": view for number, view in enumerate(pool.views)} | second
+    if order == "BHLNC":
+        with pytest.raises(ConfigError, match="kv_cache='layers.1 of shape.*layers.0, .* same memory.*LBHNC"):
+            distinct_caches(caches)
+    else:
+        assert list(distinct_caches(caches)) == ["layers.0", "layers.2", "layers.4"]
 
 
 @pytest.mark.parametrize("sizes", [{}, dict(L=1), dict(B=2), dict(H=1), dict(C=1), dict(H=1, L=1), dict(N=1)],

@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 from tests.v1 import simulated
 from tests.v1.drafting import TOKENS, DraftingEngine, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess
-from tests.v1.windows import WindowEngine
+from tests.v1.windows import DraftingWindowEngine, WindowEngine
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.protocol.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
 from vllm_pd.protocol.holds import hold_params
@@ -126,7 +126,7 @@ class Walk:
         self.in_flight = setting.in_flight
         make = DraftingEngine if setting.drafter else Engine
         if setting.windows:
-            make = functools.partial(WindowEngine, windows=setting.windows)
+            make = functools.partial(DraftingWindowEngine if setting.drafter else WindowEngine, windows=setting.windows)
         self.engine = make(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,
                            batch_tokens=setting.batch_tokens, config=_config(folder, setting), access=_Access,
                            prefix_reads=setting.reads, max_prefill_jobs=4, prefill_overtaking=setting.overtaking,

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from tests.v1.drafting import DraftingEngine
 from tests.v1.simulated import PEER, VOCAB, Engine, WrongRead, WrongWrite, contents
 from vllm_pd.protocol import actions
 from vllm_pd.protocol.messages import Attempt
@@ -124,3 +125,7 @@ class WindowEngine(Engine):
 
     def _blocks_of(self, request: Request) -> list[int]:
         return [block for table in self.manager.get_block_ids(request.request_id) for block in table if block != NULL]
+
+
+class DraftingWindowEngine(DraftingEngine, WindowEngine):
+    """One with a drafter that has no KV, too: what it guesses wrongly is computed, and taken back."""

@@ -76,8 +76,14 @@ def token(name: str) -> str:
 
 
 def group(fingerprint: m.Fingerprint) -> str:
-    """Engines of one group can send KV to each other."""
-    return hashlib.sha256(msgspec.msgpack.encode(fingerprint)).hexdigest()[:24]
+    """Engines of one group can send KV to each other: those whose fingerprints are equal, but for numbers of ranks and
+    stages all of which fit each other."""
+    tp, pp = fingerprint.tp, fingerprint.pp
+    same = msgspec.structs.replace(
+        fingerprint, tp=1 if fingerprint.layout in m.SPLIT_LAYOUTS and tp.bit_count() == 1 else tp,
+        pp=1 if 0 < pp <= fingerprint.layers else pp)
+    values = msgspec.structs.astuple(same)
+    return hashlib.sha256(msgspec.msgpack.encode(values if same.windows else values[:-1])).hexdigest()[:24]
 
 
 def is_refusal(delivered: Msg) -> bool:

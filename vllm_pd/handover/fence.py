@@ -3,7 +3,7 @@
 
 V1's scheduler gives a request's blocks back to the pool when the request ends, is preempted, or its load has failed, no
 matter what a peer still does to them. So each attempt holds a reference of its own, taken while the request still has
-the blocks: on D on all blocks of a parked request (a peer writes the new ones and may read the prefix hit), on P on the
+the blocks: on D on all rows of a parked request (a peer writes the new ones and may read the prefix hit), on P on the
 blocks that a read fills or a write sends. It is given back when nobody touches them any more: all at once, or, where an
 attempt on P has several writes, those of each write with its end.
 """

@@ -82,6 +82,7 @@ class PrefillHandover(ABC):
         self.prefix_cost = PrefixCost(PrefixReads(config.prefix_reads)
                                       if capacity.caching and not config.is_two_sided else PrefixReads.NEVER,
                                       capacity.token_bytes, speed)
+        self._capacity = capacity
         self._block_size = capacity.block_size
         self._vocab_size = capacity.vocab_size
         self._ranks = capacity.ranks
@@ -297,7 +298,7 @@ class PrefillHandover(ABC):
             self._jobs[attempt].writes.add(block_ids, is_last=False)
 
     def computed(self, attempt: Attempt, block_ids: list[int], progress: Progress) -> None:
-        """The prompt is computed, in these blocks of the whole prompt, which the scheduler or the binding keeps."""
+        """The prompt is computed, in these rows (`protocol.rows`), whose blocks the scheduler or the binding keeps."""
         job = self._jobs.get(attempt)
         if job is None:  # it was cancelled
             progress.finished_transfers.append(attempt)
@@ -449,7 +450,7 @@ class PrefillHandover(ABC):
             progress.finished_transfers.append(attempt)
 
     def _prompt_blocks(self, prefill: Prefill) -> int:
-        return -(-len(prefill.token_ids) // self._block_size)
+        return self._capacity.blocks_of(len(prefill.token_ids))
 
     def _has_open(self, job: PeerJob) -> bool:
         """Whether a transfer of this job is under way, or its end is not processed yet."""

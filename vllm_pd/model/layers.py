@@ -86,7 +86,8 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
     if {FullAttentionSpec} not in kinds or any(each not in ({FullAttentionSpec}, {SlidingWindowSpec})
                                                for each in kinds):
         raise ConfigError("kv_cache_groups", names, "serve a model for which vLLM keeps the KV of all tokens in one "
-                          "group of blocks, with or without others for layers with a sliding window")
+                          "group of blocks, with or without others for layers with a sliding window, or write "
+                          "--disable-hybrid-kv-cache-manager, which puts some models' layers in one group")
     shapes = {(spec.block_size, spec.page_size_bytes, spec.num_kv_heads, spec.head_size, spec.dtype,
                getattr(spec, "extra_retained_tokens", 0)) for each in specs for spec in each}
     windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in specs]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _OPTION = re.compile(r"--kv[-_]offloading[-_]size(?:=(.*))?", re.DOTALL)
-_HYBRID = re.compile(r"--(no[-_])?disable[-_]hybrid[-_]kv[-_]cache[-_]manager")
+_HYBRID = re.compile(r"--(no[-_])?disable[-_]h[-_a-z]*")  # argparse takes a flag's beginning for it
 _OURS = "broker"  # the key that every configuration of PDConnector has
 
 

@@ -95,7 +95,9 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     pp: int = 1
     engine: Text = ""  # what else decides the bytes of a block: engines name it as they see fit
     transport: Text = "nixl"  # one of an older release has no other
-    windows: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()  # of each group: `protocol.rows`
+    # Of each group (`protocol.rows`). One of an older release has none, and is refused by `layers`: layers of several
+    # groups share memory, and count once.
+    windows: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
     @property
     def rows(self) -> BlockRows:
@@ -104,11 +106,11 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may
-        differ where the KV heads can be mapped, `pp` as long as every stage has a layer. `engine` is compared before
-        what may differ because of it."""
+        differ where the KV heads can be mapped, `pp` as long as every stage has a layer. `engine` and `windows` come
+        before what may differ because of them."""
         if self == other:  # as nearly always, and much faster
             return None
-        for key in ("protocol", "engine", *self.__struct_fields__):
+        for key in ("protocol", "engine", "windows", *self.__struct_fields__):
             ours, theirs = getattr(self, key), getattr(other, key)
             if ours != theirs and not (key == "tp" and self._maps_heads(ours, theirs)
                                        or key == "pp" and 0 < min(ours, theirs) <= max(ours, theirs) <= self.layers):

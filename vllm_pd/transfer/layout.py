@@ -231,10 +231,16 @@ def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: in
 
 
 def distinct_caches(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches in the order of their layers' numbers, without those of layers that share another layer's cache."""
+    """The caches in the order of their layers' numbers, without those of layers that share another layer's cache, or,
+    in another group of blocks, its memory. Raises ConfigError where such two lie otherwise in it."""
     views: dict[int, tuple[str, torch.Tensor]] = {}
     for name in sorted(kv_caches, key=_numbers_in):
-        views.setdefault(kv_caches[name].data_ptr(), (name, kv_caches[name]))
+        cache = kv_caches[name]
+        first, other = views.setdefault(cache.data_ptr(), (name, cache))
+        if (cache.shape, cache.stride(), cache.dtype) != (other.shape, other.stride(), other.dtype):
+            raise ConfigError("kv_cache", f"{name} of shape {tuple(cache.shape)}, strides {cache.stride()}",
+                              f"{first}, which has the same memory, has the strides {other.stride()}: set "
+                              "VLLM_KV_CACHE_LAYOUT to LBHNC or BLHNC, or write --disable-hybrid-kv-cache-manager")
     return dict(views.values())
 
 

@@ -172,8 +172,8 @@ class ParkedRequests(DecodeHandover["Request"]):
     def _awaits_hit(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
         """Whether a peer may read the prefix hit, and its KV is not in memory yet. V1 hashes a block when the step that
         fills it is scheduled, and several steps may be in flight, also when the request has ended meanwhile."""
-        if not cached_tokens or not decision.remote or decision.reason is Reason.HELD:
-            return False
+        if not cached_tokens or not decision.remote or decision.reason is Reason.HELD or self._rows.windows:
+            return False  # with several groups no peer reads it
         size, hashes = self._capacity.block_size, request.block_hashes
         ended = (one for one in self._ended if one.last_sched_seq > self._scheduler.processed_step_seq)
         for other in (*self._scheduler.running, *ended):

@@ -158,14 +158,14 @@ class InternalRequests(PrefillHandover):
     def _has_room(self, job: PromptInTurn, prefilling: list[Request]) -> bool:
         """Whether V1 would begin this job, or the request before it, now: beside those that are being computed, and
         without taking blocks that they will need. A job that a read has brought some tokens has its blocks."""
-        scheduler, size = self._scheduler, self._block_size
+        scheduler, blocks_of = self._scheduler, self._capacity.blocks_of
         if len(scheduler.running) >= scheduler.max_num_active_reqs:
             return False
         if job.request.num_computed_tokens:
             return True
         first = next(iter(scheduler.waiting), job.request)
-        needed = -(-first.num_tokens // size) + sum(
-            -(-one.num_tokens // size) - one.num_computed_tokens // size for one in prefilling)
+        needed = blocks_of(first.num_tokens) + sum(
+            blocks_of(one.num_tokens) - blocks_of(one.num_computed_tokens) for one in prefilling)
         return needed <= scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def scheduled(self, step: int, request_ids: Collection[str]) -> None:
@@ -228,6 +228,8 @@ class InternalRequests(PrefillHandover):
                       * self._block_size) - max(1, self._scheduler.num_lookahead_tokens)  # its token, or a drafter's
         if tokens > longest:
             raise ValueError(f"its {tokens} tokens are more than the {longest} of this engine")
+        if (blocks := self._capacity.blocks_of(tokens)) >= self._scheduler.cache_config.num_gpu_blocks:
+            raise ValueError(f"it needs {blocks} blocks, which are all of this engine's")
         if not self._access.takes_requests:
             raise ValueError("this engine is paused or ends")
         if job.request_id in self._scheduler.requests:

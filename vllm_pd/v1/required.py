@@ -18,7 +18,7 @@ from vllm_pd.model.source_names import Required, missing_names
 
 SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/rebasing.md has the table
 
-_LAYERS = "whether all layers are in one group of blocks, in one shape"
+_LAYERS = "how layers are grouped, and whether they have one shape"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
 _STORE = "replaced by ours in PDStoreConnector"
@@ -252,6 +252,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/kv_cache_interface.py": (
         Required("FullAttentionSpec.non_causal", "refused with the store"),
         Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec", _LAYERS),
+        Required("SlidingWindowSpec.sliding_window", _LAYERS),
         Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
     ),
     "config/aux_output.py": (Required("AuxOutputConfig.enable_return_routed_experts", "refused"), ),

@@ -33,7 +33,8 @@ def read_settings(vllm_config: VllmConfig) -> HandoverSettings:
     if own is None:
         raise ConfigError("kv_connector", transfer.kv_connector, "the plugin did not prepare this engine: install "
                           "vllm-pd, do not exclude vllm_pd from VLLM_PLUGINS, and do not "
-                          "set disable_hybrid_kv_cache_manager in Python: write the flag, or leave it away")
+                          "set disable_hybrid_kv_cache_manager in Python or in a file: write the flag on the command "
+                          "line, or leave it away")
     return HandoverSettings(own["kv_role"], extra, own["front"])
 
 
