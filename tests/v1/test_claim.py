@@ -238,7 +238,7 @@ def test_b80_offloading_where_our_class_was_imported_before():
                                    ["--kv-transfer-config.kv_connector", "PDConnector"]], ids=str)
 @pytest.mark.parametrize("flag, value", [
     ("--disable-hybrid-kv-cache-manager", True), ("--no-disable-hybrid-kv-cache-manager", False),
-    ("--disable_hybrid_kv_cache_manager", True), ("--no_disable_hybrid_kv_cache_manager", False)])
+    ("--disable_hybrid_kv_cache_manager", True), ("--no-disable-hybrid", False)])
 def test_b114_the_hybrid_manager_s_flag_has_the_plugin_import_our_class(monkeypatch, named, flag, value):
     """B114: vLLM does not ask for it with either form, and the model would be loaded before anybody sees that."""
     imported = []

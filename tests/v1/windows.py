@@ -85,7 +85,7 @@ class WindowEngine(Engine):
             group, number = rows[remote]
             self.sent_rows += 1
             for at in range(number * self.block_size, min(len(prompt), (number + 1) * self.block_size)):
-                if self._reads(group, len(prompt), at) and self._slot(block, at) != (group, found[at]):
+                if self._reads(group, len(prompt), at) and self._content(block, at) != (group, found[at]):
                     raise WrongRead(f"position {at} of group {group} is sent from block {block}, which holds something "
                                     f"else; {len(prompt)} tokens, {cached} blocks cached")
 
@@ -104,7 +104,7 @@ class WindowEngine(Engine):
         for group, table in enumerate(tables):
             for key in range(start):
                 block = table[key // self.block_size]
-                if self._reads(group, start, key) and self._slot(block, key) != (group, found[key]):
+                if self._reads(group, start, key) and self._content(block, key) != (group, found[key]):
                     raise WrongRead(f"{request_id} reads position {key} of group {group} at {start} from {block}, "
                                     "which holds something else")
             for at in range(start, start + count):
@@ -120,7 +120,7 @@ class WindowEngine(Engine):
             known.append(token)
         return [token]
 
-    def _slot(self, block: int, at: int) -> Any:
+    def _content(self, block: int, at: int) -> Any:
         return None if block == NULL else self.slots.get((block, at % self.block_size))
 
     def _blocks_of(self, request: Request) -> list[int]:

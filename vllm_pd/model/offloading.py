@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _OPTION = re.compile(r"--kv[-_]offloading[-_]size(?:=(.*))?", re.DOTALL)
-_HYBRID = re.compile(r"--(no[-_])?disable[-_]h[-_a-z]*")  # argparse takes a flag's beginning for it
+_HYBRID = re.compile(r"--(no[-_])?(disable[-_]h[-_a-z]*)")
+_HYBRID_FLAG = "disable-hybrid-kv-cache-manager"
 _OURS = "broker"  # the key that every configuration of PDConnector has
 
 
@@ -44,7 +45,8 @@ def check_command_line(connectors: Iterable[str]) -> None:
 
 def hybrid_flag() -> bool | None:
     """Whether this process's command line turns the hybrid KV cache manager on or off; None: it has neither flag."""
-    values = [found[1] is not None for one in sys.argv if (found := _HYBRID.fullmatch(one))]
+    values = [found[1] is not None for one in sys.argv if (found := _HYBRID.fullmatch(one))
+              and _HYBRID_FLAG.startswith(found[2].replace("_", "-"))]  # argparse takes a flag's beginning for it
     return values[-1] if values else None
 
 
