@@ -6,6 +6,7 @@ its sessions.
 """
 import collections
 from collections.abc import Callable, Collection
+from typing import Any
 
 from vllm_pd.broker.registry import QueueLimits, Registry
 from vllm_pd.peer.cluster import QueueView
@@ -121,6 +122,12 @@ class Node(Process):
 
     def prefill_loads(self, avoid: Collection[str] = (), tokens: int = 0) -> PrefillLoads:
         return self.protocol.decode.prefill_loads(avoid, tokens)
+
+    def prompt_decided(self, request_id: str, again: bool, **fields: Any) -> None:
+        self.protocol.decode.prompt_decided(request_id, again, **fields)
+
+    def note_prompt(self, request_id: str, **fields: Any) -> None:
+        self.protocol.decode.note_prompt(request_id, **fields)
 
     def next_attempt(self, request_id: str) -> m.Attempt:
         return self.protocol.decode.next_attempt(request_id)
