@@ -598,6 +598,10 @@ class Engine:
                 raise WrongRead(f"{request_id} reads position {position} from {slot}, which holds something else")
         for position in range(start, start + count):
             self.slots[block_ids[position // self.block_size], position % self.block_size] = found[position]
+        return self._sample(found, start, count, known, is_chunk)
+
+    def _sample(self, found: list[int], start: int, count: int, known: list[int], is_chunk: bool) -> list[int]:
+        """What comes of a request's part of a step, whose content these tokens have now."""
         self.tokens_computed += count
         if is_chunk:
             return []

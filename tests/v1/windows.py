@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from vllm.v1.request import Request
 
 from tests.v1.drafting import DraftingEngine
-from tests.v1.simulated import PEER, VOCAB, Engine, WrongRead, WrongWrite, contents
+from tests.v1.simulated import PEER, Engine, WrongRead, WrongWrite, contents
 from vllm_pd.protocol import actions
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.transfer.requests import Write
@@ -112,13 +112,7 @@ class WindowEngine(Engine):
                 if block == NULL:
                     raise WrongWrite(f"{request_id} writes position {at} of group {group} into the filler")
                 self.slots[block, at % self.block_size] = group, found[at]
-        self.tokens_computed += count
-        if is_chunk:
-            return []
-        token = found[-1] % VOCAB
-        if start + count == len(known):
-            known.append(token)
-        return [token]
+        return self._sample(found, start, count, known, is_chunk)
 
     def _content(self, block: int, at: int) -> Any:
         return None if block == NULL else self.slots.get((block, at % self.block_size))
