@@ -289,7 +289,7 @@ def stranger(pair):
 
     def start(**difference) -> ControlAgent:
         ours = pair.d.evaluate("__import__('msgspec').to_builtins(disagg.agent.member.fingerprint)")
-        fingerprint = (msgspec.convert(ours, Fingerprint) if isinstance(ours, dict) else Fingerprint(*ours))
+        fingerprint = msgspec.convert(ours, Fingerprint)
         member = local_member(Role.PREFILL, msgspec.structs.replace(fingerprint, **difference))
         config = PDConfig.parse("kv_producer", {"broker": pair.broker.url, **PATIENT})
         agent = ControlAgent(config, member, b"", wake=lambda: None)
