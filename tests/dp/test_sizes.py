@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from dp_loads import LOCKSTEP, MAX_TOKENS, PROMPTS, at_rest, forwards
 
-from vllm_pd.bench.dp.group import Group
+from vllm_pd.bench.dp.group import Group, GroupEnded, GroupError
 
 # Whether the model has experts, how many ranks, whether the experts are spread over them.
 GROUPS = [(False, 2, False), (False, 4, False), (True, 2, False), (True, 4, True)]
@@ -49,3 +49,10 @@ def test_b70_unequally_loaded_ranks_give_the_tokens_of_one(started, number, requ
     probes = at_rest(group)
     assert forwards(probes)[0] > 20 and not any(probe["collectives"] for probe in probes)
     group.close()
+
+
+def test_a_group_that_does_not_start_says_why(logs, start_group, tmp_path):
+    """Which is no crash of one that works: it may be a port that somebody else took meanwhile."""
+    with pytest.raises(GroupError, match="before it was up; its log ends with.*Error") as found:
+        start_group(tmp_path, 2, log=logs / "no-model.log").ready()
+    assert not isinstance(found.value, GroupEnded)

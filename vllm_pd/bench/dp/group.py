@@ -24,6 +24,7 @@ PROBE = "vllm_pd.bench.dp.probe.StepProbe"
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32,
           "skip_tokenizer_init": True, "disable_log_stats": True, "worker_extension_cls": PROBE}
 START_S, ANSWER_S, STOP_S = 240.0, 120.0, 20.0
+LAST_BYTES = 2000  # of the log, in an error
 MEETINGS = 8  # ports in a row: upstream takes one for each process group of the ranks
 Start = Callable[[list[str], tuple[int, int], Path | None], Any]  # gives `pid`, `wait` and `kill` of subprocess.Popen
 
@@ -72,7 +73,7 @@ class Group:
         self._asked: dict[int, Future] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._gone = False
+        self._gone, self._log = False, log
         self._ready: Future = Future()
         engine = {"model": str(model), "data_parallel_size": size,
                   "ranks_meet_at": take_free_run("127.0.0.1", MEETINGS)} | ENGINE | arguments
@@ -163,7 +164,18 @@ class Group:
             else:
                 future.set_result(answer["result"])
         with self._lock:
-            self._gone, left = True, [*self._asked.values(), self._ready]
+            self._gone, left = True, list(self._asked.values())
+        if not self._ready.done():  # a port that was taken meanwhile, memory: not what a group that works does
+            self._ready.set_exception(GroupError("the group's front end ended before it was up; its log ends with "
+                                                 f"{self._last_words()!r}"))
         for future in left:
             if not future.done():
                 future.set_exception(GroupEnded("the group's front end ended without an answer; see its log"))
+
+    def _last_words(self) -> str:
+        """The end of its log, as far as it has one of its own."""
+        if self._log is None or not self._log.exists():
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(max(0, self._log.stat().st_size - LAST_BYTES))
+            return file.read().decode(errors="replace")
