@@ -40,6 +40,7 @@ from vllm_pd.protocol.actions import (
 )
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.jobs import PrefillLimits
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
@@ -391,8 +392,8 @@ class Pair:
         self.p = PeerProtocol(self.config, P, self.ranks[0].transport.metadata(), self.clock)
         self.d = PeerProtocol(PDConfig.parse("kv_consumer", {**settings, "max_local_prefill_tokens": "auto"}), D,
                               self.ranks[1].transport.metadata(), self.clock)
-        self.jobs = Jobs(self.config, self.p.prefill, PrefillCapacity(BLOCK_SIZE, 100, 1, 8, True, 64, 4 * MOST_READS),
-                         PDMetrics("m"), StepSpeed())
+        capacity = PrefillCapacity(BlockRows(BLOCK_SIZE), 100, 1, 8, True, 64, 4 * MOST_READS)
+        self.jobs = Jobs(self.config, self.p.prefill, capacity, PDMetrics("m"), StepSpeed())
         self.progress = Progress()
         self.events: list[object] = []  # of D
         self.dropped: list[object] = []  # of P

@@ -12,6 +12,7 @@ from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.protocol.actions import Prefill
 from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.rows import BlockRows
 
 STEP = 1000  # tokens
 
@@ -25,7 +26,7 @@ class FakeEngineJobs(PrefillHandover):
                                  is_two_sided=False, max_parked_fraction=0.5)
         super().__init__(config, SimpleNamespace(set_credits=lambda *_: None, lasting_hold_blocks=lambda: 0,
                                                  state=SimpleNamespace(has_other_weights=False)),
-                         PrefillCapacity(16, 1000, 1, 1, True, STEP, 100), SimpleNamespace(),
+                         PrefillCapacity(BlockRows(16), 1000, 1, 1, True, STEP, 100), SimpleNamespace(),
                          SimpleNamespace(tokens_per_s=0))
         self.cached = 0
 

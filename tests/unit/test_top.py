@@ -14,9 +14,9 @@ from vllm_pd.ops.top import (
     MAX_CELL_CHARS,
     TITLES,
     WANTED,
-    EngineReading,
     FleetReading,
     FleetTable,
+    MemberReading,
     make_rows,
     wanted_lines,
 )
@@ -51,8 +51,8 @@ vllm:pd_degraded{{{LABELS},reason="peer"}} {float(degraded == "peer")}
 """
 
 
-def reading(member=D, at_s=0.0, **figures) -> EngineReading:
-    return EngineReading(member, at_s, parse(wanted_lines(page(**figures))))
+def reading(member=D, at_s=0.0, **figures) -> MemberReading:
+    return MemberReading(member, at_s, parse(wanted_lines(page(**figures))))
 
 
 def row(before, after) -> dict[str, str]:
@@ -82,32 +82,32 @@ def test_counters_that_began_anew_make_no_negative_rate():
     assert (found["remote/s"], found["prefill"], found["hits"], found["failed"]) == ("-", "-", "-", "0")
 
 
-@pytest.mark.parametrize("before", [None, EngineReading(D, 0.0, fault="no answer within 1 s"),
-                                    EngineReading(msgspec.structs.replace(D, incarnation="other"), 0.0)])
+@pytest.mark.parametrize("before", [None, MemberReading(D, 0.0, fault="no answer within 1 s"),
+                                    MemberReading(msgspec.structs.replace(D, incarnation="other"), 0.0)])
 def test_an_engine_without_an_earlier_reading_has_no_rates(before):
     assert row(before, reading(at_s=4.0))["remote/s"] == "-"
 
 
 @pytest.mark.parametrize("now, state", [
     (reading(degraded="peer"), "degraded: peer"),
-    (EngineReading(D, 0.0, parse(page(degraded="peer")), degraded="peer: no prefill engine is there"),
+    (MemberReading(D, 0.0, parse(page(degraded="peer")), degraded="peer: no prefill engine is there"),
      "degraded, peer: no prefill engine is there"),
-    (EngineReading(D, 0.0, fault="no answer within 1 s"), "no answer within 1 s"),
-    (EngineReading(msgspec.structs.replace(D, draining=True), 0.0), "draining"),
-    (EngineReading(msgspec.structs.replace(P, unreached=("x", "y")), 0.0), "can't reach 2 decode engines"),
-    (EngineReading(D, 0.0, parse("vllm:pd_control_dead 1.0\n")), "control thread has ended: restart it"),
+    (MemberReading(D, 0.0, fault="no answer within 1 s"), "no answer within 1 s"),
+    (MemberReading(msgspec.structs.replace(D, draining=True), 0.0), "draining"),
+    (MemberReading(msgspec.structs.replace(P, unreached=("x", "y")), 0.0), "can't reach 2 decode engines"),
+    (MemberReading(D, 0.0, parse("vllm:pd_control_dead 1.0\n")), "control thread has ended: restart it"),
 ])
 def test_who_is_not_well_and_why(now, state):
     assert row(None, now)["state"] == state
 
 
 def test_an_engine_that_can_not_be_read_has_what_the_registry_knows():
-    found = row(None, EngineReading(D, 0.0, fault="no answer within 1 s"))
+    found = row(None, MemberReading(D, 0.0, fault="no answer within 1 s"))
     assert (found["run"], found["wait"], found["KV"], found["prefill"]) == ("3", "4", "-", "-")
 
 
 def test_those_that_are_not_well_come_first_then_decode_engines():
-    ill = EngineReading(msgspec.structs.replace(P, incarnation="ill"), 0.0, fault="no answer within 1 s")
+    ill = MemberReading(msgspec.structs.replace(P, incarnation="ill"), 0.0, fault="no answer within 1 s")
     rows = make_rows(None, FleetReading((reading(P), reading(D), ill)))
     assert [one["engine"][:3] for one in rows] == ["ill", "ddd", "aaa"]
 
@@ -132,7 +132,7 @@ def test_the_table_leaves_out_columns_without_anything_in_them():
 def test_what_engines_say_moves_no_cursor_and_is_no_markup():
     hostile = "\x1b[2J\x1b]0;owned\x07\u202e[bold red]x[/]\r\n" + "y" * 5000
     member = msgspec.structs.replace(D, incarnation=hostile, http=hostile)
-    text = shown(None, FleetReading((EngineReading(member, 0.0, fault=hostile), ), fault=hostile), width=1000)
+    text = shown(None, FleetReading((MemberReading(member, 0.0, fault=hostile), ), fault=hostile), width=1000)
     assert "\\x1b[2J" in text and "[bold red]x[/]" in text and "\x1b" not in text and "\u202e" not in text
     assert "y" * MAX_CELL_CHARS not in text
 

@@ -38,6 +38,7 @@ from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
 from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.groups import block_rows
 from vllm_pd.v1.metrics import MetricsRecorder
 
 BLOCK_SIZE = 16
@@ -364,8 +365,9 @@ class Engine:
         agent = SimpleNamespace(protocol=self.protocol, error=None, dropped=lambda: {}, close=lambda: None,
                                 end_lifeline=lambda: None, member=SimpleNamespace(incarnation=OWN))
         self.binding = self.make_binding(settings, self.scheduler, self.access, agent, self.transfer,
-                                         PrefillCapacity(self.block_size, VOCAB, 1, 1 << 16, caching,
-                                                         self.scheduler.max_num_scheduled_tokens, blocks),
+                                         PrefillCapacity(block_rows(self.scheduler.kv_cache_config.kv_cache_groups),
+                                                         VOCAB, 1, 1 << 16, caching,
+                                                         self.scheduler.max_num_scheduled_tokens, blocks, in_flight),
                                          MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}

@@ -22,7 +22,7 @@ from vllm_pd.bench.connection import LoadConnection, LoadError, call
 from vllm_pd.bench.dummy_client import RequestShape
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.ops.client import is_healthy
-from vllm_pd.ops.launch.child import LAST_LINES_S, Child
+from vllm_pd.ops.launch.child import Child
 from vllm_pd.ops.launch.printer import LinePrinter, Say
 from vllm_pd.router.policy import Policy
 from vllm_pd.rpc.ports import take_free
@@ -176,8 +176,6 @@ class Servers:
         while not is_ready(server):
             if not server.child.alive or time.monotonic() > deadline:
                 what = "did not answer in time" if server.child.alive else "has ended"
-                if not server.child.alive:
-                    server.child.wait(time.monotonic() + LAST_LINES_S + 1)  # they may be on their way
                 raise PDError("\n  ".join([f"{server.name} {what}; its last lines:", *server.child.last_lines()]))
             time.sleep(0.1)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from vllm_pd.protocol.actions import Prefill
 from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
 
 
@@ -71,24 +72,23 @@ class OpenTransfer(NamedTuple):
 @dataclass(frozen=True)
 class PrefillCapacity:
     """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks, `batch_tokens`
-    the tokens of one batch, `total_blocks` its KV blocks, `windows` those of its groups of blocks (`protocol.rows`),
-    `steps` how many steps may be in flight."""
-    block_size: int
+    the tokens of one batch, `total_blocks` its KV blocks, `rows` how its layers are grouped, `steps` how many steps
+    may be in flight."""
+    rows: BlockRows
     vocab_size: int
     ranks: int
     token_bytes: int
     caching: bool
     batch_tokens: int
     total_blocks: int
-    windows: tuple[int, ...] = ()
     steps: int = 1
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks a prompt of so many tokens takes at most while it is computed. A group with a window has
         those of the window and of what the steps in flight compute."""
-        each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + self.block_size)
-                for window in self.windows or (0, )]
-        return sum(-(-some // self.block_size) for some in each)
+        each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + self.rows.block_size)
+                for window in self.rows.windows or (0, )]
+        return sum(-(-some // self.rows.block_size) for some in each)
 
 
 def read_key(attempt: Attempt) -> str:

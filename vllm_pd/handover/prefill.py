@@ -83,7 +83,7 @@ class PrefillHandover(ABC):
                                       if capacity.caching and not config.is_two_sided else PrefixReads.NEVER,
                                       capacity.token_bytes, speed)
         self._capacity = capacity
-        self._block_size = capacity.block_size
+        self._block_size = capacity.rows.block_size
         self._vocab_size = capacity.vocab_size
         self._ranks = capacity.ranks
 

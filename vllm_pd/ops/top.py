@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from vllm_pd.ops.printing import printable
+from vllm_pd.ops.printing import printable, three_digits
 from vllm_pd.ops.scrape import MetricsSnapshot
 from vllm_pd.protocol.messages import Member
 
@@ -34,7 +34,7 @@ _WORDS = ("engine", "role", "at", "state")  # columns of text, to the left
 
 
 @dataclass(frozen=True)
-class EngineReading:
+class MemberReading:
     """One engine at one moment, `at_s` by the reader's clock. `figures`: what its page of metrics has, None where it
     could not be read, which `fault` explains. `degraded`: why it has nobody to work with, in its own words, where it
     was asked."""
@@ -49,7 +49,7 @@ class EngineReading:
 class FleetReading:
     """All engines that the broker knows, in its order, and its queue. `fault`: why it does not answer; the engines are
     then those that it named last."""
-    engines: tuple[EngineReading, ...] = ()
+    engines: tuple[MemberReading, ...] = ()
     queue_length: int = 0
     fault: str = ""
 
@@ -64,7 +64,7 @@ def make_rows(before: FleetReading | None, after: FleetReading) -> list[dict[str
     return [_make_row(earlier.get(one.member.incarnation), one) for one in ordered]
 
 
-def _make_row(before: EngineReading | None, now: EngineReading) -> dict[str, str]:
+def _make_row(before: MemberReading | None, now: MemberReading) -> dict[str, str]:
     member, load = now.member, now.member.load
     row = dict.fromkeys(TITLES, NONE)
     row |= {"engine": member.incarnation[:12], "role": member.role.value, "at": member.http or member.address,
@@ -87,7 +87,7 @@ def _gauges(figures: MetricsSnapshot) -> dict[str, str]:
             "held": f"{figures.value('vllm:pd_held_blocks'):.0f}"}
 
 
-def _rates(before: EngineReading | None, now: EngineReading) -> dict[str, str]:
+def _rates(before: MemberReading | None, now: MemberReading) -> dict[str, str]:
     """What was counted between the two readings, or since the start."""
     added, passed_s = now.figures, 0.0
     if before is not None and before.figures is not None and now.at_s > before.at_s:
@@ -95,7 +95,7 @@ def _rates(before: EngineReading | None, now: EngineReading) -> dict[str, str]:
 
     def rate(name: str, unit: float = 1.0, **labels: str) -> str:
         count = added.value(name, **labels)  # below 0: the page's counters began anew
-        return _number(count / unit / passed_s) if passed_s and count >= 0 else NONE
+        return three_digits(count / unit / passed_s) if passed_s and count >= 0 else NONE
 
     failed = sum(max(0.0, added.value("vllm:pd_attempts_total", outcome=one)) for one in ("failed", "expired"))
     return {"remote/s": rate("vllm:pd_decisions_total", decision="remote"),
@@ -111,20 +111,15 @@ def _mean(added: MetricsSnapshot, stage: str) -> str:
     return NONE if count <= 0 or seconds < 0 else _seconds(seconds / count)
 
 
-def _number(value: float) -> str:
-    """Three digits that count, and no exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def _seconds(seconds: float) -> str:
-    return f"{_number(seconds * _MS)} ms" if seconds < 1 else f"{_number(seconds)} s"
+    return f"{three_digits(seconds * _MS)} ms" if seconds < 1 else f"{three_digits(seconds)} s"
 
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole > 0 and 0 <= part <= whole else NONE
 
 
-def _state(now: EngineReading) -> str:
+def _state(now: MemberReading) -> str:
     if now.fault:
         return now.fault
     figures = now.figures

@@ -22,7 +22,7 @@ from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.ops.options import TopOptions
 from vllm_pd.ops.pages import MIB, PageReader, api_key, authorization
 from vllm_pd.ops.scrape import MetricsSnapshot, parse
-from vllm_pd.ops.top import EngineReading, FleetReading, FleetTable, degraded_reason, wanted_lines
+from vllm_pd.ops.top import FleetReading, FleetTable, MemberReading, degraded_reason, wanted_lines
 from vllm_pd.protocol.messages import Member
 from vllm_pd.router.options import parse_worker
 
@@ -86,18 +86,18 @@ class FleetReader:
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        found = [task.result() if task in done else EngineReading(member, time.monotonic(), fault="not read in time")
+        found = [task.result() if task in done else MemberReading(member, time.monotonic(), fault="not read in time")
                  for task, member in tasks.items()]
         return FleetReading(tuple(found), queue_length, fault)
 
-    async def _in_turn(self, turns: asyncio.Semaphore, member: Member) -> EngineReading:
+    async def _in_turn(self, turns: asyncio.Semaphore, member: Member) -> MemberReading:
         async with turns:
             return await self._read_engine(member)
 
-    async def _read_engine(self, member: Member) -> EngineReading:
+    async def _read_engine(self, member: Member) -> MemberReading:
         """The figures of an engine. Only the first rank of a server has its URL."""
         if not member.http:
-            return EngineReading(member, time.monotonic())
+            return MemberReading(member, time.monotonic())
         try:
             url = parse_worker("http", member.http)  # as that engine has registered it
             page = await self._pages.read(f"{url}/metrics", PAGE_S, MAX_PAGE_BYTES)
@@ -106,10 +106,10 @@ class FleetReader:
             at_s = time.monotonic()
             figures = parse(wanted_lines(page.body.decode(errors="replace")))
         except TimeoutError:
-            return EngineReading(member, time.monotonic(), fault=f"no answer within {PAGE_S:g} s")
+            return MemberReading(member, time.monotonic(), fault=f"no answer within {PAGE_S:g} s")
         except (OSError, ValueError, ConfigError) as error:
-            return EngineReading(member, time.monotonic(), fault=str(error))
-        return EngineReading(member, at_s, figures, degraded=await self._why_degraded(member, figures))
+            return MemberReading(member, time.monotonic(), fault=str(error))
+        return MemberReading(member, at_s, figures, degraded=await self._why_degraded(member, figures))
 
     async def _why_degraded(self, member: Member, figures: MetricsSnapshot) -> str:
         """In the engine's own words; empty where it is not, or does not say so here: the figures have the reason."""

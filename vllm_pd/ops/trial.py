@@ -19,6 +19,7 @@ from vllm_pd.decisions.policy import Reason
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.options import PROMPT_TOKENS
+from vllm_pd.ops.printing import three_digits
 
 ANSWER_TOKENS = 16
 _MS, _MB = 1e3, 1e6
@@ -217,13 +218,13 @@ def _stayed(report: PromptReport, degraded: str) -> Sequence[Finding]:
 
 
 def _describe_write(times: StageTimes) -> str:
-    text = f"{_number(times.bytes / _MB)} MB"
+    text = f"{three_digits(times.bytes / _MB)} MB"
     if not times.transfer_s:
         return text
     last = times.last_bytes or times.bytes
-    rate = f"{_number(last / times.transfer_s / _MB)} MB/s"
+    rate = f"{three_digits(last / times.transfer_s / _MB)} MB/s"
     return (f"{text} at {rate}" if last == times.bytes else
-            f"{text}; the last {_number(last / _MB)} MB, after the prompt was computed, at {rate}")
+            f"{text}; the last {three_digits(last / _MB)} MB, after the prompt was computed, at {rate}")
 
 
 def judge_tokens(remote: Answer, local: Answer) -> Finding:
@@ -251,11 +252,6 @@ def _gap(local: Answer, place: int, other: int) -> float | None:
     known = local.likeliest[place] if place < len(local.likeliest) else {}
     ours, theirs = known.get(local.token_ids[place]), known.get(other)
     return None if ours is None or theirs is None else ours - theirs
-
-
-def _number(value: float) -> str:
-    """Three digits that count, and no exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _ms(seconds: float) -> str:

@@ -34,6 +34,7 @@ SHOWN_CHARS = 300  # of what a server says
 _START = "start the engine, or write the URL at which it answers, as curl would take it: http://HOST:8000"
 _NO_ENGINE = "write the URL of a decode engine of vllm-pd or of its router; a proxy in front may hide paths below /pd"
 _KEY = "give its key: --api-key, or $VLLM_API_KEY"
+_ENGINE_KEY = f"{_KEY}; of an engine behind a router --worker-api-key"
 
 
 def try_engine(options: TrialOptions) -> list[Finding]:
@@ -95,8 +96,7 @@ class _Trial:
         """Why the engine there says that it has nobody to work with; empty where it has somebody."""
         page = await self._read(f"{url}/pd/status", key)
         if page.status == HTTPStatus.UNAUTHORIZED:
-            raise _failed("server", f"{url}/pd/status asks for a key", f"{_KEY}; of an engine behind a router "
-                          "--worker-api-key")
+            raise _failed("server", f"{url}/pd/status asks for a key", _ENGINE_KEY)
         if page.status == HTTPStatus.NOT_FOUND:
             version = await self._read(f"{url}/version", key)
             if version.status == HTTPStatus.OK and b'"version"' in version.body:
@@ -160,8 +160,7 @@ class _Trial:
         while True:
             page = await self._read(f"{url}/pd/prompts/{name}", key)
             if page.status == HTTPStatus.UNAUTHORIZED:
-                raise _failed("server", f"{url}/pd/prompts asks for a key", f"{_KEY}; of an engine behind a router "
-                              "--worker-api-key")
+                raise _failed("server", f"{url}/pd/prompts asks for a key", _ENGINE_KEY)
             late = time.monotonic() > deadline_s
             if page.status == HTTPStatus.OK:
                 report = self._decode(page, PromptReport, f"{url}/pd/prompts")

@@ -10,6 +10,7 @@ from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.prefill import PrefillSession
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v0.fingerprint import token_bytes
 
@@ -26,8 +27,9 @@ class PrefillJobs(PrefillHandover):
                  speed: StepSpeed) -> None:
         self._engine = engine
         super().__init__(config, session, PrefillCapacity(
-            engine.cache_config.block_size, engine.model_config.get_vocab_size(), engine.parallel_config.world_size,
-            token_bytes(engine.vllm_config), bool(engine.cache_config.enable_prefix_caching),
+            BlockRows(engine.cache_config.block_size), engine.model_config.get_vocab_size(),
+            engine.parallel_config.world_size, token_bytes(engine.vllm_config),
+            bool(engine.cache_config.enable_prefix_caching),
             engine.scheduler_config.max_num_batched_tokens, engine.cache_config.num_gpu_blocks), metrics, speed)
 
     def drop_aborted(self, progress: Progress) -> None:

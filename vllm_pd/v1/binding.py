@@ -29,7 +29,6 @@ from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote
-from vllm_pd.v1.groups import block_rows
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
 from vllm_pd.v1.prefill import InternalRequests
 
@@ -63,22 +62,21 @@ class StepMetadata(KVConnectorMetadata):
 
 class EngineHandover(HandoverEngine):
     """The binding of one engine. It owns `agent`, which runs, and `transfer`, which it starts; `close` ends both.
-    `capacity` is that of the engine as a prefill engine. One whose layers are in several groups of blocks must keep no
-    prompts and read no prefixes (`vllm_pd.v1.start`)."""
+    `capacity` is that of the engine as a prefill engine; its `rows` are those of both roles. An engine whose layers are
+    in several groups of blocks must keep no prompts and read no prefixes (`vllm_pd.v1.start`)."""
 
     def __init__(self, config: PDConfig, scheduler: HandoverScheduling, access: EngineAccess, agent: ControlAgent,
                  transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder) -> None:
         super().__init__(config, agent, transfer, metrics)
         self._scheduler = scheduler
         self._access = access
-        rows = block_rows(scheduler.kv_cache_config.kv_cache_groups)
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
-        self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, rows, metrics,
-                                              self.speed)
+        self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, capacity.rows,
+                                              metrics, self.speed)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol.prefill, scheduler, access, capacity, self.fence,
-                                                 rows, metrics, self.speed)
+                                                 metrics, self.speed)
             self.prefill_jobs.execute = transfer.execute
             self.prefill_jobs.set_credits()
         self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,

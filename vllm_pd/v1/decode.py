@@ -205,7 +205,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         return request.request_id
 
     def _prompt(self, request: Request) -> list[int]:
-        return list(request.prompt_token_ids)[:self._num_remote(request)]
+        return request.prompt_token_ids[:self._num_remote(request)]
 
     def _priority(self, request: Request) -> int:
         return request.priority

@@ -30,7 +30,6 @@ from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.messages import Attempt
-from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.contract import StepShare
 
@@ -55,12 +54,11 @@ class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
     def __init__(self, config: PDConfig, session: PrefillSession, scheduler: Scheduler, access: EngineAccess,
-                 capacity: PrefillCapacity, fence: BlockFence, rows: BlockRows, metrics: PDMetrics,
-                 speed: StepSpeed) -> None:
+                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed) -> None:
         self._scheduler = scheduler
         self._access = access
         self._fence = fence
-        self._rows = rows
+        self._rows = capacity.rows
         self._attempts: dict[str, Attempt] = {}  # by request id, until the request's last output was dropped
         self._hits: dict[str, int] = {}  # by request id: the prefix hit, from the look-up to the allocation
         self._lookups: PrefixLookups | None = None

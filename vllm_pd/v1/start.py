@@ -38,26 +38,26 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     vllm_config = engine.vllm_config
     settings = read_settings(vllm_config)
     config = PDConfig.parse(settings.kv_role, settings.extra)
-    windows = block_rows(engine.scheduler.kv_cache_config.kv_cache_groups).windows
-    if windows:  # only the rows that a job sends were tried with several groups
+    rows = block_rows(engine.scheduler.kv_cache_config.kv_cache_groups)
+    if rows.windows:  # only the rows that a job sends were tried with several groups
         config = dataclasses.replace(config, prefix_reads=PrefixReads.NEVER.value, hold_s=0.0)
         level = logging.WARNING if {"prefix_reads", "hold_s"} & settings.extra.keys() else logging.INFO
         logger.log(level, "layers are in groups of blocks with windows of %s tokens (0: all): no prefix is read from a "
                    "decode engine (prefix_reads), and no prompt kept for one (hold_s); "
-                   "--disable-hybrid-kv-cache-manager has both", windows)
+                   "--disable-hybrid-kv-cache-manager has both", rows.windows)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
-                                              config.holds_prompts, windows)
+                                              config.holds_prompts, rows.windows)
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
     require_free_front(front, vllm_config.kv_transfer_config.engine_id)
     agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.watch)
     agent.start()
     transfer.hold(agent.lifeline_fileno())
-    capacity = PrefillCapacity(engine.scheduler.block_size, vllm_config.model_config.get_vocab_size(),
+    capacity = PrefillCapacity(rows, vllm_config.model_config.get_vocab_size(),
                                vllm_config.parallel_config.world_size, token_bytes(vllm_config),
                                bool(vllm_config.cache_config.enable_prefix_caching),
                                engine.scheduler.max_num_scheduled_tokens, vllm_config.cache_config.num_gpu_blocks,
-                               windows, 1 + vllm_config.scheduler_config.async_scheduling)
+                               1 + vllm_config.scheduler_config.async_scheduling)
     binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
     watch_reload(engine, binding.weights_replaced)
     if publishes_events(vllm_config):

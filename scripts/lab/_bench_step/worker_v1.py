@@ -159,7 +159,7 @@ class V1SchedulerSteps(V1Steps):
         agent.start()
         self.scheduler.connector.binding = EngineHandover(
             config, self.scheduler, access, agent, RemoteEngineTransfer(RankTransfers({})),
-            PrefillCapacity(self.load.block_size, 4099, 1, 1 << 16, self.load.prefix_caching,
+            PrefillCapacity(fingerprint.rows, 4099, 1, 1 << 16, self.load.prefix_caching,
                             self.scheduler.max_num_scheduled_tokens, self.config.cache_config.num_gpu_blocks),
             MetricsRecorder())
 

@@ -76,7 +76,10 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     def last_lines(self) -> list[str]:
-        """The last 30 lines that the process has printed, newest last. Complete once its Exited was received."""
+        """The last 30 lines that the process has printed, newest last. Of one that has ended, they are all there: this
+        waits for those that are on their way, LAST_LINES_S at most."""
+        if self._relaying is not None and not self.alive:
+            self._relaying.join(LAST_LINES_S)
         return list(self._lines)
 
     def stop(self) -> None:
