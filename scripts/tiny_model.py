@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make a tiny random Llama for tests that need an engine but no sense in its answers.
 
-    python scripts/tiny_model.py DEST --tokenizer MODEL [--experts N | --latent | --drafter]
+    python scripts/tiny_model.py DEST --tokenizer MODEL [--experts N | --latent | --drafter | --states mamba | conv]
 
 4 layers, 8 query and 4 KV heads of size 32, the vocabulary and the tokenizer of MODEL (the real small model's
 folder); weights from a fixed seed, about 30 MB in bfloat16. With --experts a tiny Mixtral: 2 layers, of whose N experts
 each token takes two. With --latent a tiny DeepSeek-V2: 2 dense layers with multi-head latent attention (MLA), whose KV
 has the only size that vLLM's CPU kernel has, 576; it needs transformers 5. With --drafter an EAGLE head for the tiny
-Llama: one random layer over the embedding of the next token. DEST appears as a whole or not at all.
+Llama: one random layer over the embedding of the next token. With --states every other layer has a recurrent state
+instead of attention: a Mamba-2 state (Granite 4) or a short convolution (LFM2); these need transformers 5, too. DEST
+appears as a whole or not at all.
 """
 
 import argparse
@@ -24,9 +26,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 LATENT = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32,
           "num_key_value_heads": 8, "first_k_dense_replace": 2, "n_routed_experts": 2,
           "num_experts_per_tok": 1}  # fmt: skip
+STATES = {
+    "mamba": ("GraniteMoeHybrid", ["mamba", "attention"],
+              {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 512, "mamba_n_heads": 16,
+               "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2,
+               "position_embedding_type": "rope"}),
+    "conv": ("Lfm2", ["conv", "full_attention"],
+             {"conv_L_cache": 3, "conv_dim": 256, "conv_dim_out": 256, "block_dim": 256, "block_ff_dim": 512,
+              "block_auto_adjust_ff_dim": False}),
+}  # fmt: skip
 
 
-def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False, layers: int = 4) -> None:
+def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False, layers: int = 4,
+         states: str = "") -> None:
     import torch
     import transformers
     from transformers import AutoConfig
@@ -36,6 +48,9 @@ def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False, la
     shape = {"num_key_value_heads": 4, "head_dim": 32}
     if experts:
         shape |= {"num_local_experts": experts, "num_experts_per_tok": 2}
+    if states:
+        name, kinds, more = STATES[states]
+        shape = {"num_key_value_heads": 4, "layer_types": kinds * (layers // 2), **more}
     config = getattr(transformers, f"{name}Config")(
         **(LATENT if latent else shape),
         vocab_size=real.vocab_size,
@@ -53,7 +68,11 @@ def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False, la
         torch_dtype=torch.bfloat16,
     )
     torch.manual_seed(0)
-    getattr(transformers, f"{name}ForCausalLM")(config).to(torch.bfloat16).save_pretrained(dest)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for weight in model.parameters() if states else ():  # these models have initial weights of their own
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=config.initializer_range)
+    model.to(torch.bfloat16).save_pretrained(dest)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file():
             shutil.copy(tokenizer / name, dest / name)
@@ -84,6 +103,7 @@ def main() -> int:
     kind.add_argument("--experts", type=int, default=0, metavar="N", help="a mixture of N experts instead")
     kind.add_argument("--latent", action="store_true", help="a model with multi-head latent attention instead")
     kind.add_argument("--drafter", action="store_true", help="a drafter for the tiny Llama instead")
+    kind.add_argument("--states", choices=sorted(STATES), default="", help="a model with recurrent states instead")
     args = parser.parse_args()
     if args.dest.exists() and (not args.dest.is_dir() or any(args.dest.iterdir())):
         parser.error(f"DEST {args.dest}: name a folder that does not exist or is empty")
@@ -93,7 +113,7 @@ def main() -> int:
     if args.drafter:
         make_drafter(args.tokenizer, partial)
     else:
-        make(args.tokenizer, partial, args.experts, args.latent)
+        make(args.tokenizer, partial, args.experts, args.latent, states=args.states)
     os.rename(partial, args.dest)
     return 0
 

@@ -372,6 +372,17 @@ def test_b42_other_fingerprint_is_refused_with_both_values(side):
     assert side.dropped["hello_refused"] == 13
 
 
+def test_b118_engines_with_states_have_as_many_ranks():
+    """A rank holds its part of a state, which is not known here."""
+    ours = msgspec.structs.replace(FINGERPRINT, windows=(2, 0), states="MAMBA2 4:float32 in 2+2 layers")
+    theirs = msgspec.structs.replace(ours, tp=2, states="MAMBA2 2:float32 in 2+2 layers")
+    assert ours.first_difference(theirs) == ("tp", 1, 2) and theirs.first_difference(ours) == ("tp", 2, 1)
+    assert ours.first_difference(msgspec.structs.replace(ours, tp=2)) == ("tp", 1, 2)
+    other = msgspec.structs.replace(ours, states="GDN_ATTN 4:float32 in 2+2 layers")
+    assert ours.first_difference(other) == ("states", ours.states, other.states)
+    assert FINGERPRINT.first_difference(ours) == ("windows", (), (2, 0))
+
+
 def test_b114_groups_on_one_side_only_are_named_by_their_windows():
     """Layers of several groups share memory, so `layers` differs, too."""
     grouped = msgspec.structs.replace(FINGERPRINT, windows=(0, 64), layers=FINGERPRINT.layers // 2)

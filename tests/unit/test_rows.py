@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B114: which blocks of a prompt go from one engine to the other where layers have windows."""
+"""B114, B118: which blocks of a prompt go from one engine to the other where layers have windows, or states."""
 import pytest
 
-from vllm_pd.protocol.rows import BlockRows, first_needed
+from vllm_pd.protocol.rows import STATE, BlockRows, first_needed
 
 SIZE = 16
 
@@ -39,6 +39,22 @@ def test_b114_a_table_that_ends_before_the_prompt_is_refused():
         BlockRows(SIZE).pick([[1]], 17, 0)
     with pytest.raises(ValueError, match="for 16 tokens .* in 2 groups"):
         BlockRows(SIZE, (0, 40)).pick([[1]], 16, 0)
+
+
+@pytest.mark.parametrize("cached", [0, 1, 3])
+@pytest.mark.parametrize("each", [SIZE, 1024], ids=["an entry for each block", "one entry"])
+def test_b118_of_states_the_last_one(cached, each):
+    """After D's hit there is always one to come."""
+    rows = BlockRows(SIZE, (STATE, 0, STATE), each)
+    assert (rows.lead, rows.own_tokens) == (1, 1)
+    for tokens in range(cached * SIZE + 1, 150):
+        blocks = -(-tokens // SIZE)
+        entries = -(-tokens // each)
+        tables = [[0] * (entries - 1) + [900], list(range(1, blocks + 1)), [0] * (entries - 1) + [901]]
+        assert rows.pick(tables, tokens, cached) == [*tables[1], 900, 901]
+        assert rows.count(tokens, cached) == blocks + 2
+    with pytest.raises(ValueError, match="for 150 tokens"):
+        rows.pick([[], list(range(10)), []], 150, 0)
 
 
 def test_the_first_token_that_is_read():

@@ -348,11 +348,11 @@ class Engine:
         self.config.scheduler_config.async_scheduling = in_flight > STAGES  # the CPU platform switches it off
         self.config.parallel_config.pipeline_parallel_size = STAGES  # its own check wants as many devices
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(self.block_size, sha256)
+        self.hasher = get_request_block_hasher(self.scheduler_block_size(), sha256)
         self.scheduler = scheduler_module.PDScheduler(
             vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], self.make_groups()),
-            structured_output_manager=StructuredOutputManager(self.config), block_size=self.block_size,
-            hash_block_size=self.block_size, log_stats=True)
+            structured_output_manager=StructuredOutputManager(self.config), block_size=self.scheduler_block_size(),
+            hash_block_size=self.scheduler_block_size(), log_stats=True)
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
@@ -390,6 +390,10 @@ class Engine:
     def make_groups(self) -> list[KVCacheGroupSpec]:
         """How the layers are grouped: all in one group, with full attention."""
         return [KVCacheGroupSpec(["l"], FullAttentionSpec(**self.shape()))]
+
+    def scheduler_block_size(self) -> int:
+        """Of all groups together, in tokens."""
+        return self.block_size
 
     def shape(self) -> dict[str, Any]:
         """Of the KV of each layer."""

@@ -20,6 +20,7 @@ from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
 from vllm_pd.model import checks
+from vllm_pd.model.layers import check_states
 from vllm_pd.model.offloading import hybrid_flag
 from vllm_pd.model.source_names import Required
 from vllm_pd.model.store_checks import check_store
@@ -318,7 +319,7 @@ def test_b43_all_processes_of_a_server_meet_the_same_engines():
 
 @pytest.mark.parametrize("changes, words", [
     ({"runner_type": "pooling"}, "runner_type.*generating"), ({"is_encoder_decoder": True}, "decoder-only"),
-    ({"is_attention_free": True}, "attention"), ({"has_inner_state": True}, "recurrent"),
+    ({"is_attention_free": True}, "attention"),
     ({"attention_chunk_size": 64}, "attention_chunk_size=64.*chunked"),
     ({"enable_sleep_mode": True}, "enable_sleep_mode=True.*remove it"),
     ({"enable_cumem_allocator": True}, "enable_cumem_allocator=True.*remove it"),
@@ -333,6 +334,29 @@ def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
             setattr(config.model_config, name, value)
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         check_config(config, PDConfig.parse("kv_consumer", BROKER))
+
+
+@pytest.mark.parametrize("part, key, value, words", [
+    ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size=2.*use 1: stages of a model with"),
+    ("", "speculative_config", SimpleNamespace(method="ngram"), "speculative_config.method='ngram'.*remove it"),
+    ("cache_config", "prefix_match_unit", 16, "prefix_match_unit=16.*whole blocks"),
+    ("scheduler_config", "disable_hybrid_kv_cache_manager", True, "disable_hybrid_kv_cache_manager=True.*leave"),
+], ids=str)
+def test_b118_b80_what_was_not_tried_with_states(monkeypatch, part, key, value, words):
+    config = configure(transfer())
+    setattr(getattr(config, part) if part else config, key, value)
+    check_states(config, False)
+    monkeypatch.setattr(type(config.model_config), "has_inner_state", True)
+    with pytest.raises(ConfigError, match=words):
+        check_states(config, False)
+
+
+def test_b118_b80_no_store_with_states(monkeypatch):
+    config = configure(transfer())
+    monkeypatch.setattr(type(config.model_config), "has_inner_state", True)
+    check_states(config, False)
+    with pytest.raises(ConfigError, match="store=True.*leave it out"):
+        check_states(config, True)
 
 
 @pytest.mark.parametrize("changes", [{"head_size": 64}, {"total_num_kv_heads": 2}], ids=str)

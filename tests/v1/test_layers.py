@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.layers import check_stored_groups
 from vllm_pd.v1.connector import PDConnector
-from vllm_pd.v1.groups import block_rows
+from vllm_pd.v1.groups import block_rows, states_name
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
@@ -34,6 +34,7 @@ except ImportError:  # before 0.33
 SHAPE = dict(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.float32)
 LATENT = dict(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.float32)
 FULL, WINDOW = FullAttentionSpec(**SHAPE), SlidingWindowSpec(**SHAPE, sliding_window=64)
+MAMBA = MambaSpec(block_size=32, shapes=((4, 32 * 64), ), dtypes=(torch.float32, ), mamba_cache_mode="align")
 NARROW = SlidingWindowSpec(**SHAPE, sliding_window=32)
 
 
@@ -98,11 +99,33 @@ def test_b114_groups_of_blocks(grouping, layers, windows):
     ([FULL, SlidingWindowSpec(**{**SHAPE, "num_kv_heads": 2}, sliding_window=64)], "one shape"),
     ([FULL, dataclasses.replace(WINDOW, extra_retained_tokens=3)], "one shape"),
     ([WINDOW, NARROW], "all tokens in one group"),
-    ([FULL, MambaSpec(block_size=32, shapes=((4, 32 * 64), ), dtypes=(torch.float32, ))], "all tokens in one group"),
-], ids=["heads", "kept tokens", "windows only", "states"])
+    ([FULL, WINDOW, MAMBA], "all tokens in one group"),
+    ([FULL, dataclasses.replace(MAMBA, mamba_cache_mode="all")], "--mamba-cache-mode align or none.*'all'"),
+    ([FULL, dataclasses.replace(MAMBA, num_speculative_blocks=2)], "without drafts"),
+], ids=["heads", "kept tokens", "windows only", "windows and states", "a state for each block", "drafts"])
 def test_b114_b80_other_groups_are_refused(grouping, layers, words):
     with pytest.raises(ConfigError, match=f"kv_cache_groups=.*{words}"):
         connect(grouping, *layers)
+
+
+@pytest.mark.parametrize("layers, windows, name", [
+    ([MAMBA, FULL, MAMBA, FULL], (0, 2), "MAMBA2 4x2048:float32 in 2+2 layers"),
+    ([MAMBA, FULL, MAMBA, MAMBA], (0, 2, 2, 2), "MAMBA2 4x2048:float32 in 1+1+1+1 layers"),
+    ([FULL, FULL], (), ""),
+], ids=["half", "more states", "none"])
+def test_b118_groups_of_states(grouping, layers, windows, name):
+    groups = connect(grouping, *layers)
+    rows = block_rows(groups)
+    assert sorted(rows.windows) == sorted(windows) and rows.block_size == 32
+    assert rows.state_tokens == (32 if name else 0) and states_name(groups) == name
+    if windows:
+        assert layers[int(groups[rows.lead].layer_names[0].split(".")[1])] == FULL
+
+
+def test_b118_a_state_for_all_tokens_of_a_request(grouping):
+    """As V1 keeps it without prefix caching."""
+    rows = block_rows(connect(grouping, FULL, dataclasses.replace(MAMBA, block_size=512, mamba_cache_mode="none")))
+    assert (rows.block_size, rows.state_tokens) == (32, 512)
 
 
 def test_b114_b80_the_store_takes_one_group():

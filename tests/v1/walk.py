@@ -22,6 +22,7 @@ from vllm.v1.request import RequestStatus
 from tests.v1 import simulated
 from tests.v1.drafting import TOKENS, DraftingEngine, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess
+from tests.v1.states import StateEngine
 from tests.v1.windows import DraftingWindowEngine, WindowEngine
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.protocol.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
@@ -58,6 +59,8 @@ class Setting(NamedTuple):
     time_passes: bool  # at the end, in which nothing needs that
     drafter: str = ""  # the method of one with speculative decoding
     windows: tuple[int, ...] = ()  # of each group of layers, 0 with full attention
+    states: str = ""  # how layers with a recurrent state keep it, where some do (tests/v1/states.py)
+    checkpoints: int = 0
 
 
 class Step(NamedTuple):
@@ -125,7 +128,10 @@ class Walk:
         self.setting, self.clock = setting, clock
         self.in_flight = setting.in_flight
         make = DraftingEngine if setting.drafter else Engine
-        if setting.windows:
+        if setting.states:
+            make = functools.partial(StateEngine, windows=setting.windows, mode=setting.states,
+                                     checkpoints=setting.checkpoints)
+        elif setting.windows:
             make = functools.partial(DraftingWindowEngine if setting.drafter else WindowEngine, windows=setting.windows)
         self.engine = make(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,
                            batch_tokens=setting.batch_tokens, config=_config(folder, setting), access=_Access,

@@ -63,9 +63,12 @@ class WindowEngine(Engine):
         for (group, number), block in zip(rows, block_ids[cached:], strict=True):
             if block == NULL:
                 raise WrongWrite("the filler is granted")
-            for at in range(number * self.block_size, min(len(token_ids), (number + 1) * self.block_size)):
-                if tokens is None or at < tokens:
-                    self.slots[block, at % self.block_size] = group, found[at]
+            self._fill(group, number, block, found, len(token_ids) if tokens is None else tokens)
+
+    def _fill(self, group: int, number: int, block: int, found: list[int], tokens: int) -> None:
+        """A peer's write of this row, as far as it has come: up to so many tokens."""
+        for at in range(number * self.block_size, min(tokens, len(found), (number + 1) * self.block_size)):
+            self.slots[block, at % self.block_size] = group, found[at]
 
     def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0) -> Attempt:
         attempt = Attempt(PEER, "r", number)
@@ -85,9 +88,13 @@ class WindowEngine(Engine):
             group, number = rows[remote]
             self.sent_rows += 1
             for at in range(number * self.block_size, min(len(prompt), (number + 1) * self.block_size)):
-                if self._reads(group, len(prompt), at) and self._content(block, at) != (group, found[at]):
+                if self._reads(group, len(prompt), at) and self._sent(group, block, at) != (group, found[at]):
                     raise WrongRead(f"position {at} of group {group} is sent from block {block}, which holds something "
                                     f"else; {len(prompt)} tokens, {cached} blocks cached")
+
+    def _sent(self, group: int, block: int, at: int) -> Any:
+        """What a peer gets for this position of a group, with this block."""
+        return self._content(block, at)
 
     # Steps.
 
@@ -102,17 +109,21 @@ class WindowEngine(Engine):
         found = contents(known[:start + count])
         assert len(found) == start + count, f"{request_id}: a token is computed that is not known"
         for group, table in enumerate(tables):
-            for key in range(start):
-                block = table[key // self.block_size]
-                if self._reads(group, start, key) and self._content(block, key) != (group, found[key]):
-                    raise WrongRead(f"{request_id} reads position {key} of group {group} at {start} from {block}, "
-                                    "which holds something else")
-            for at in range(start, start + count):
-                block = table[at // self.block_size]
-                if block == NULL:
-                    raise WrongWrite(f"{request_id} writes position {at} of group {group} into the filler")
-                self.slots[block, at % self.block_size] = group, found[at]
+            self._compute_group(group, request_id, start, count, table, found)
         return self._sample(found, start, count, known, is_chunk)
+
+    def _compute_group(self, group: int, request_id: str, start: int, count: int, table: list[int],
+                       found: list[int]) -> None:
+        for key in range(start):
+            block = table[key // self.block_size]
+            if self._reads(group, start, key) and self._content(block, key) != (group, found[key]):
+                raise WrongRead(f"{request_id} reads position {key} of group {group} at {start} from {block}, "
+                                "which holds something else")
+        for at in range(start, start + count):
+            block = table[at // self.block_size]
+            if block == NULL:
+                raise WrongWrite(f"{request_id} writes position {at} of group {group} into the filler")
+            self.slots[block, at % self.block_size] = group, found[at]
 
     def _content(self, block: int, at: int) -> Any:
         return None if block == NULL else self.slots.get((block, at % self.block_size))

@@ -80,10 +80,13 @@ def group(fingerprint: m.Fingerprint) -> str:
     stages all of which fit each other."""
     tp, pp = fingerprint.tp, fingerprint.pp
     same = msgspec.structs.replace(
-        fingerprint, tp=1 if fingerprint.layout in m.SPLIT_LAYOUTS and tp.bit_count() == 1 else tp,
+        fingerprint, tp=1 if fingerprint.layout in m.SPLIT_LAYOUTS and tp.bit_count() == 1 and not fingerprint.states
+        else tp,
         pp=1 if 0 < pp <= fingerprint.layers else pp)
-    values = msgspec.structs.astuple(same)
-    return hashlib.sha256(msgspec.msgpack.encode(values if same.windows else values[:-1])).hexdigest()[:24]
+    values = list(msgspec.structs.astuple(same))
+    while values[-1] in ((), ""):  # what a release has added and this model has no use for: the queue is that of before
+        values.pop()
+    return hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()[:24]
 
 
 def is_refusal(delivered: Msg) -> bool:

@@ -11,6 +11,8 @@ from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.protocol.writes import AttemptWrites, BlockWrite
 
+STATE_BLOCKS = 2  # of a request in a group with states, beside one for each step in flight: the last, a checkpoint
+
 
 class JobStage(Enum):
     """What this engine does for a job, which the protocol has as RUNNING or STOPPING (`protocol.jobs.JobState`)."""
@@ -85,10 +87,14 @@ class PrefillCapacity:
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks a prompt of so many tokens takes at most while it is computed. A group with a window has
-        those of the window and of what the steps in flight compute."""
-        each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + self.rows.block_size)
-                for window in self.rows.windows or (0, )]
-        return sum(-(-some // self.rows.block_size) for some in each)
+        those of the window and of what the steps in flight compute, one with states those of the last ones."""
+        size, windows = self.rows.block_size, self.rows.windows or (0, )
+        if self.rows.state_tokens:
+            each = [tokens if not window else min(tokens, (STATE_BLOCKS + self.steps) * size) for window in windows]
+        else:
+            each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + size)
+                    for window in windows]
+        return sum(-(-some // size) for some in each)
 
 
 def read_key(attempt: Attempt) -> str:

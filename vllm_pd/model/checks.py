@@ -56,14 +56,16 @@ def check_features(values: Mapping[str, Any], refused: Mapping[str, str] = FEATU
             raise ConfigError(key, values[key], cure)
 
 
-def check_model(config: VllmConfig) -> None:
-    """The model must be one whose prompt is nothing but KV."""
+def check_model(config: VllmConfig, with_states: bool = False) -> None:
+    """The model must be one whose prompt is nothing but KV, and, with `with_states`, recurrent states of some layers.
+    """
     model: Any = config.model_config
     for refused, key, cure in (
         (model.runner_type != "generate", "runner_type", "serve a generating model: a pooling one has no decode"),
         (model.is_encoder_decoder, "model", "serve a decoder-only model: cross-attention blocks are not transferred"),
         (model.is_attention_free, "model", "serve a model with attention: there is no KV to transfer"),
-        (model.has_inner_state, "model", "serve a model without recurrent state: it is not in the KV blocks"),
+        (model.has_inner_state and not with_states, "model",
+         "serve a model without recurrent state: it is not in the KV blocks"),
         (config.cache_config.sliding_window is not None, "sliding_window",
          "add --disable-sliding-window: blocks that slide out have no place in the peer's table"),
     ):

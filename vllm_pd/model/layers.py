@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is transferred are blocks of one size that have the KV of their tokens in every layer of a group, in one shape,
-and nothing else. A model whose layers have more, less or other than that is refused.
+or, in the layers of other groups, the recurrent state after some token. A model whose layers have more, less or other
+than that is refused.
 
 `check_layers` and `check_v1_layers` refuse by the configuration, before the model is loaded. It does not tell
 everything. `check_groups` looks at what V1 has made of it, and `vllm_pd.transfer.layout` at the cache itself.
 
 A sliding window in some layers: V1 keeps these in groups of their own, which have the blocks of the last tokens only
 (`vllm_pd.protocol.rows`), or, without its hybrid KV cache manager, those of all tokens in one group with all layers.
+Layers with a recurrent state are always in groups of their own, beside those of the layers with full attention.
 """
 from __future__ import annotations
 
@@ -74,27 +76,58 @@ def check_v1_layers(config: VllmConfig) -> None:
                           f"{ONE_SHAPE}here (KV heads, head size) are {sorted(kinds)}")
 
 
+def check_states(config: VllmConfig, has_store: bool) -> None:
+    """What can't be together with recurrent states. Raises ConfigError."""
+    if not config.model_config.has_inner_state:
+        return
+    scheduler, drafting, cache = config.scheduler_config, config.speculative_config, config.cache_config
+    stages = config.parallel_config.pipeline_parallel_size
+    model = f"of a model with recurrent states ({config.model_config.model})"
+    for key, value, cure in (
+        ("store", has_store, f"leave it out: the store keeps KV, and nothing {model}"),
+        ("pipeline_parallel_size", stages > 1 and stages, f"use 1: stages {model} were not tried"),
+        ("speculative_config.method", drafting and drafting.method, f"remove it: drafts {model} were not tried"),
+        ("prefix_match_unit", cache.prefix_match_unit, f"remove it: prefix hits {model} must be whole blocks"),
+        ("disable_hybrid_kv_cache_manager", scheduler.disable_hybrid_kv_cache_manager,
+         f"leave --disable-hybrid-kv-cache-manager away: the states {model} need groups of their own"),
+    ):
+        if value:
+            raise ConfigError(key, value, cure)
+
+
 def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
     """All layers must be in one group of blocks, which has the KV of all tokens, or in such groups and others with
-    sliding windows, all of whose blocks have one size. Raises ConfigError."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+    sliding windows, all of whose blocks have one size, or in such groups and others with recurrent states. Raises
+    ConfigError."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
     specs = [layer_specs(group.kv_cache_spec) for group in groups]
     kinds = [{type(spec) for spec in each} for each in specs]
     if kinds in ([{FullAttentionSpec}], [{MLAAttentionSpec}]):
         return
     names = [" and ".join(sorted(kind.__name__ for kind in each)) for each in kinds]
-    if {FullAttentionSpec} not in kinds or any(each not in ({FullAttentionSpec}, {SlidingWindowSpec})
-                                               for each in kinds):
+    pairs = (({FullAttentionSpec}, {SlidingWindowSpec}), ({FullAttentionSpec}, {MambaSpec}),
+             ({MLAAttentionSpec}, {MambaSpec}))
+    full, other = next((pair for pair in pairs if pair[0] in kinds and all(each in pair for each in kinds)),
+                       (None, None))
+    if full is None:
         raise ConfigError("kv_cache_groups", names, "serve a model for which vLLM keeps the KV of all tokens in one "
-                          "group of blocks, with or without others for layers with a sliding window, or write "
-                          "--disable-hybrid-kv-cache-manager, which puts some models' layers in one group")
+                          "group of blocks, with or without others, all for layers with a sliding window or all for "
+                          "recurrent states; or write --disable-hybrid-kv-cache-manager, which puts some models' "
+                          "layers in one group")
+    with_kv = [each for each, kind in zip(specs, kinds, strict=True) if kind == full or other == {SlidingWindowSpec}]
     shapes = {(spec.block_size, spec.page_size_bytes, spec.num_kv_heads, spec.head_size, spec.dtype,
-               getattr(spec, "extra_retained_tokens", 0)) for each in specs for spec in each}
-    windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in specs]
+               getattr(spec, "extra_retained_tokens", 0)) for each in with_kv for spec in each}
+    windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in with_kv]
     if len(shapes) > 1 or max(map(len, windows)) > 1:
         raise ConfigError("kv_cache_groups", names, f"{ONE_SHAPE}here (tokens of a block, bytes, KV heads, head size, "
                           f"type, kept tokens) are {sorted(map(str, shapes))}; or write "
                           "--disable-hybrid-kv-cache-manager")
+    states = {(spec.block_size, spec.mamba_cache_mode, spec.num_speculative_blocks)
+              for each, kind in zip(specs, kinds, strict=True) if kind == {MambaSpec} for spec in each}
+    if len(states) > 1 or any(mode == "all" or blocks for _, mode, blocks in states):
+        raise ConfigError("kv_cache_groups", names, "serve a model whose states are all kept in one way, with "
+                          "--mamba-cache-mode align or none, without drafts: here (tokens of a block, mode, blocks for "
+                          f"drafts) are {sorted(states)}")
 
 
 def choose_one_group(config: VllmConfig, is_asked_for: bool, has_store: bool) -> None:

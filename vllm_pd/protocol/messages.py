@@ -98,6 +98,7 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     # Of each group (`protocol.rows`). One of an older release has none, and is refused by `layers`: layers of several
     # groups share memory, and count once.
     windows: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    states: Text = ""  # what a block of a group with a recurrent state holds; such blocks go whole, from rank to rank
 
     @property
     def rows(self) -> BlockRows:
@@ -106,11 +107,11 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may
-        differ where the KV heads can be mapped, `pp` as long as every stage has a layer. `engine` and `windows` come
-        before what may differ because of them."""
+        differ where the KV heads can be mapped and nothing else is in the blocks, `pp` as long as every stage has a
+        layer. `engine` and `windows` come before what may differ because of them, and `tp` before what a rank holds."""
         if self == other:  # as nearly always, and much faster
             return None
-        for key in ("protocol", "engine", "windows", *self.__struct_fields__):
+        for key in ("protocol", "engine", "windows", *(("tp", ) if self.states else ()), *self.__struct_fields__):
             ours, theirs = getattr(self, key), getattr(other, key)
             if ours != theirs and not (key == "tp" and self._maps_heads(ours, theirs)
                                        or key == "pp" and 0 < min(ours, theirs) <= max(ours, theirs) <= self.layers):
@@ -119,7 +120,8 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
     def _maps_heads(self, ours: int, theirs: int) -> bool:
         """Whether the KV heads of so many ranks fall into whole runs of those of as many others."""
-        return self.layout in SPLIT_LAYOUTS and min(ours, theirs) > 0 and not max(ours, theirs) % min(ours, theirs)
+        return (self.layout in SPLIT_LAYOUTS and not self.states and min(ours, theirs) > 0
+                and not max(ours, theirs) % min(ours, theirs))
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):

@@ -11,24 +11,33 @@ A *row* is one block of one group. Both sides list the rows of a prompt in the s
 The first list is what an engine with one group has. `cached_blocks`, the blocks of D's prefix hit, come first in it,
 and a window group has no row for them: D has all of its window before the hit's end.
 
+A recurrent state (Mamba, GDN, short convolution) is what a window of two tokens would be: of all that came before, the
+next token needs the block of the token before it, and that holds the state after that token (`STATE`).
+
 With a window nothing but the tokens *before* the last one may come from a peer (`BlockRows.own_tokens`). D computes the
 last one, whose query reads the keys of `window - 1` tokens before it. If D took the KV of the last token too and then
 computed it once more, as it does with one group, vLLM would lay its table out for the token after that: where that
-token's window begins with a new block, the oldest key of the last token's window is in no block any more.
+token's window begins with a new block, the oldest key of the last token's window is in no block any more. And of states
+there is the last one only: that after the last token would be of no use to D, which computes that token from the state
+before it.
 """
 from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 
+STATE = 2  # the window of a group with a state
+
 B = TypeVar("B")
 
 
 class BlockRows(msgspec.Struct, frozen=True):
     """The groups of an engine: `block_size` in tokens, the same in all, and each group's window in tokens, 0 with full
-    attention. No windows: one group with full attention."""
+    attention. No windows: one group with full attention. `state_tokens`, if not 0: all other groups have states, and
+    their tables an entry for each so many tokens, which is the engine's own matter."""
     block_size: int
     windows: tuple[int, ...] = ()
+    state_tokens: int = 0
 
     @property
     def lead(self) -> int:
@@ -47,14 +56,17 @@ class BlockRows(msgspec.Struct, frozen=True):
 
     def pick(self, tables: Sequence[Sequence[B]], tokens: int, cached_blocks: int) -> list[B]:
         """The rows of a prompt of so many tokens, from the block table of each group, which has a block or a filler for
-        each `block_size` tokens. Raises ValueError where a table ends before the prompt does."""
-        end = -(-tokens // self.block_size)
-        if len(tables) != max(1, len(self.windows)) or min(map(len, tables)) < end:
+        each `block_size` tokens, or `state_tokens`. Raises ValueError where a table ends before the prompt does."""
+        windows = self.windows or (0, )
+        ends = [-(-tokens // (self.state_tokens if window and self.state_tokens else self.block_size))
+                for window in windows]
+        if len(tables) != len(ends) or any(len(table) < end for table, end in zip(tables, ends, strict=True)):
             raise ValueError(f"block tables of {[len(table) for table in tables]} blocks for {tokens} tokens of "
-                             f"{self.block_size} a block in {max(1, len(self.windows))} groups")
+                             f"{self.block_size} a block in {len(ends)} groups")
         order = [self.lead, *(group for group in range(len(tables)) if group != self.lead)]
-        return [block for group, first in zip(order, self._firsts(tokens, cached_blocks), strict=True)
-                for block in tables[group][first:end]]
+        firsts = [ends[group] - 1 if windows[group] and self.state_tokens else first
+                  for group, first in zip(order, self._firsts(tokens, cached_blocks), strict=True)]
+        return [block for group, first in zip(order, firsts, strict=True) for block in tables[group][first:ends[group]]]
 
     def _firsts(self, tokens: int, cached_blocks: int) -> list[int]:
         """The number of the first block that is a row: of the leading group, then of the others in order."""

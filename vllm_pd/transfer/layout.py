@@ -253,14 +253,14 @@ def regions(caches: list[torch.Tensor]) -> list[tuple[int, int]]:
     """The memory that these tensors cover, as (address, bytes), sorted. Tensors that overlap, as views of one buffer
     may, share a region."""
     merged: list[tuple[int, int]] = []
-    for start, end in sorted((cache.data_ptr(), cache.data_ptr() + _extent_bytes(cache)) for cache in caches):
+    for start, end in sorted((cache.data_ptr(), cache.data_ptr() + extent_bytes(cache)) for cache in caches):
         if merged and start < sum(merged[-1]):
             start, end = merged[-1][0], max(end, sum(merged.pop()))
         merged.append((start, end - start))
     return merged
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
+def extent_bytes(tensor: torch.Tensor) -> int:
     """From the first to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()

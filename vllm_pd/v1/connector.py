@@ -23,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_pd.model.layers import check_groups
 from vllm_pd.v1.binding import EngineHandover, StepMetadata
+from vllm_pd.v1.groups import state_layers
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import asked_layout, served_name
 from vllm_pd.v1.start import begin_handover
@@ -42,9 +43,11 @@ if TYPE_CHECKING:
 
 
 class PDConnector(KVConnectorBase_V1, SupportsHMA):
-    """Both roles. With `SupportsHMA`, so V1 may keep layers with a sliding window in groups of blocks of their own."""
+    """Both roles. With `SupportsHMA`, so V1 may keep layers with a sliding window or a recurrent state in groups of
+    blocks of their own."""
 
     _cache_hit_source = CacheHitSource.P2P  # the label of V1's figures
+    supports_divergent_local_hybrid_hits = True  # a hit may be of KV alone: the state comes with what a peer computes
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -54,7 +57,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank: RankWorker | None = None
         if role is KVConnectorRole.WORKER:
             from vllm_pd.v1.worker import RankWorker
-            self._rank = RankWorker(vllm_config)
+            self._rank = RankWorker(vllm_config, state_layers(kv_cache_config.kv_cache_groups))
 
     # The scheduler role.
 

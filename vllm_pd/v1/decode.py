@@ -63,9 +63,11 @@ class ParkedRequests(DecodeHandover["Request"]):
         ask again with the next step. May be asked any number of times."""
         self._matched.pop(request.request_id, None)
         self._looked_up[request.request_id] = cached_tokens
-        decision = self.decide(request, cached_tokens)
+        decision = self.decide(request, self._usable(request, cached_tokens))
         if decision is None:
             return 0
+        if decision.remote and cached_tokens >= self._num_remote(request):
+            decision = Decision(False, Reason.THRESHOLD)  # nothing but a state is missing, which goes with blocks only
         if self._awaits_twin(request, cached_tokens, decision) or self._awaits_hit(request, cached_tokens, decision):
             return None
         self._matched[request.request_id] = decision, cached_tokens
@@ -161,7 +163,10 @@ class ParkedRequests(DecodeHandover["Request"]):
     def _awaits_twin(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
         """Whether a peer prefills blocks for another request that are this one's prefix hit later: so go the samples of
         a request with n > 1. No prompt waits that is to stay here anyway, or lacks only its last block, or has its turn
-        after a fallback: others wait for it. One that is held waits only while another reads what is held."""
+        after a fallback: others wait for it. One that is held waits only while another reads what is held. A state that
+        comes is a hit only at the end of a block, so with states nobody waits."""
+        if self._rows.state_tokens:
+            return False
         hashes, is_held = request.block_hashes, decision.reason is Reason.HELD
         return bool(self._caching and hashes and not request.num_output_tokens and not self._has_turn(request)
                     and (decision.remote or decision.reason in _NO_PEER)
@@ -181,6 +186,13 @@ class ParkedRequests(DecodeHandover["Request"]):
             if final < cached_tokens // size and other.block_hashes[final:final + 1] == hashes[final:final + 1]:
                 return True  # a block's hash is that of all tokens up to it
         return False
+
+    def _usable(self, request: Request, cached_tokens: int) -> int:
+        """How many of the `cached_tokens` would be used here if no peer computed the rest. V1 asks with those whose KV
+        is cached; the state after them may not be, which a peer's job brings."""
+        if not self._rows.state_tokens or not cached_tokens:
+            return cached_tokens
+        return self._scheduler.kv_cache_manager.get_computed_blocks(request)[1]
 
     def _num_remote(self, request: Request) -> int:
         """How many tokens of its prompt a peer is to compute, those of its prefix hit included."""

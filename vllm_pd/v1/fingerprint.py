@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str, windows: tuple[int, ...] = ()) -> Fingerprint:
+def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str, windows: tuple[int, ...] = (),
+                states: str = "") -> Fingerprint:
     """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are, `windows`
-    those of its groups (`protocol.rows`). Where layers of several groups share memory they count once."""
+    those of its groups (`protocol.rows`), `states` what their blocks hold if not KV. Where layers of several groups
+    share memory they count once."""
     model, parallel = config.model_config, config.parallel_config
     kv_dtype = config.cache_config.cache_dtype
     return Fingerprint(
@@ -36,7 +38,8 @@ def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str, window
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
         engine=engine,
-        windows=windows)
+        windows=windows,
+        states=states)
 
 
 def total_kv_heads(config: VllmConfig) -> int:
@@ -45,13 +48,16 @@ def total_kv_heads(config: VllmConfig) -> int:
 
 
 def token_bytes(config: VllmConfig) -> int:
-    """The KV of one token, over all layers and ranks, in bytes. A drafter's layers count, too."""
+    """The KV of one token, over all layers and ranks, in bytes. A drafter's layers count, too; those with states have
+    none."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype
     dtype = model.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
     elements = total_kv_heads(config) * model.get_head_size() * (1 if model.use_mla else 2)
-    return (model.get_total_num_hidden_layers() + drafter_layers(config)) * elements * dtype.itemsize
+    layers = (model.get_num_layers_by_block_type(config.parallel_config) if model.has_inner_state  # in one stage, then
+              else model.get_total_num_hidden_layers())
+    return (layers + drafter_layers(config)) * elements * dtype.itemsize
 
 
 def engine_name(config: VllmConfig, layers: Collection[str]) -> str:

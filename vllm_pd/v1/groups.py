@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_pd.model.layers import layer_specs
-from vllm_pd.protocol.rows import BlockRows
+from vllm_pd.protocol.rows import STATE, BlockRows
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
@@ -14,7 +14,28 @@ if TYPE_CHECKING:
 
 def block_rows(groups: Sequence[KVCacheGroupSpec]) -> BlockRows:
     """The groups that V1 has made, which `vllm_pd.model.layers.check_groups` has passed."""
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
     first = [layer_specs(group.kv_cache_spec)[0] for group in groups]
-    windows = tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in first)
-    return BlockRows(first[0].block_size, windows if len(windows) > 1 else ())
+    states = [spec.block_size for spec in first if isinstance(spec, MambaSpec)]
+    windows = tuple(STATE if isinstance(spec, MambaSpec) else spec.sliding_window
+                    if isinstance(spec, SlidingWindowSpec) else 0 for spec in first)
+    size = next(spec.block_size for spec in first if not isinstance(spec, MambaSpec))
+    return BlockRows(size, windows if len(windows) > 1 else (), max(states, default=0))
+
+
+def state_layers(groups: Sequence[KVCacheGroupSpec]) -> list[str]:
+    """The names of the layers that have a recurrent state, and no KV."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+    return [name for group in groups if isinstance(layer_specs(group.kv_cache_spec)[0], MambaSpec)
+            for name in group.layer_names]
+
+
+def states_name(groups: Sequence[KVCacheGroupSpec]) -> str:
+    """For `Fingerprint.states`: what a block of the groups with states holds, of one rank, and, as layers of different
+    groups may share memory, how many layers each group has. "" without such groups."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+    kinds = {" ".join([spec.mamba_type.name, *(f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
+                                               for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))])
+             for group in groups for spec in layer_specs(group.kv_cache_spec) if isinstance(spec, MambaSpec)}
+    layers = "+".join(str(len(group.layer_names)) for group in groups)
+    return f"{', '.join(sorted(kinds))} in {layers} layers" if kinds else ""

@@ -17,7 +17,7 @@ from vllm_pd.transfer.heap import freeze_heap
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
-from vllm_pd.v1.groups import block_rows
+from vllm_pd.v1.groups import block_rows, states_name
 from vllm_pd.v1.metrics import MetricsRecorder
 from vllm_pd.v1.settings import front_of_rank, read_settings
 
@@ -38,16 +38,18 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     vllm_config = engine.vllm_config
     settings = read_settings(vllm_config)
     config = PDConfig.parse(settings.kv_role, settings.extra)
-    rows = block_rows(engine.scheduler.kv_cache_config.kv_cache_groups)
+    groups = engine.scheduler.kv_cache_config.kv_cache_groups
+    rows = block_rows(groups)
     if rows.windows:  # only the rows that a job sends were tried with several groups
         config = dataclasses.replace(config, prefix_reads=PrefixReads.NEVER.value, hold_s=0.0)
         level = logging.WARNING if {"prefix_reads", "hold_s"} & settings.extra.keys() else logging.INFO
-        logger.log(level, "layers are in groups of blocks with windows of %s tokens (0: all): no prefix is read from a "
-                   "decode engine (prefix_reads), and no prompt kept for one (hold_s); "
-                   "--disable-hybrid-kv-cache-manager has both", rows.windows)
+        logger.log(level, "layers are in groups of blocks %s: no prefix is read from a decode engine (prefix_reads), "
+                   "and no prompt kept for one (hold_s)", "for KV and for states" if rows.state_tokens else
+                   f"with windows of {rows.windows} tokens (0: all); --disable-hybrid-kv-cache-manager has both")
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
-                                              config.holds_prompts, rows.windows)
+                                              config.holds_prompts, rows.windows,
+                                              states_name(groups))
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
     require_free_front(front, vllm_config.kv_transfer_config.engine_id)
     agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.watch)

@@ -17,7 +17,7 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from vllm_pd.transfer.plan import head_range
 from vllm_pd.transfer.ranks.gather import RankTransfers
 from vllm_pd.transfer.ranks.process import AttachRank, RankServer, connect_ranks
 from vllm_pd.transfer.ranks.transport import RankedTransport
+from vllm_pd.transfer.states import views_of_states
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
@@ -61,8 +62,10 @@ class RankHandshake(KVConnectorHandshakeMetadata):
 class RankWorker:
     """The worker role of the connector. One in each worker process. All methods are for the worker's main thread."""
 
-    def __init__(self, vllm_config: VllmConfig) -> None:
+    def __init__(self, vllm_config: VllmConfig, state_layers: Collection[str] = ()) -> None:
+        """`state_layers`: the names of those that have a recurrent state, and no KV."""
         self._config = vllm_config
+        self._state_layers = frozenset(state_layers)
         self._tp = vllm_config.parallel_config.tensor_parallel_size
         self._drafts = keeps_kv(vllm_config)
         self._rank = 0  # known when the process groups are
@@ -72,22 +75,25 @@ class RankWorker:
         self._server: RankServer | None = None
         self._handshake: RankHandshake | None = None
 
-    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Describe the cache and open the socket. `kv_caches`: a view [blocks, heads, tokens, content] for each layer.
-        Raises ConfigError for a cache that can't be transferred."""
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
+        """Describe the cache and open the socket. `kv_caches`: for each layer a view [blocks, heads, tokens, content],
+        of a layer with a recurrent state one [blocks, ...], or one for each of its parts. Raises ConfigError for a cache
+        that can't be transferred."""
         if self._server is not None:
             raise ConfigError("kv_cache", "registered twice", "an engine that replaces its cache can't transfer it")
         stage = get_pp_group().rank_in_group
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
-        views = distinct_caches(kv_caches)
-        description = self._describe(list(views.values()), stage)
+        states = {name: cache for name, cache in kv_caches.items() if name in self._state_layers}
+        views = distinct_caches({name: cache for name, cache in kv_caches.items() if name not in states})
+        all_views = [*views.values(), *views_of_states(states, views).values()]
+        description = self._describe(all_views, stage)
         enter = leave_model_cores
         if description.memory is Memory.VRAM:
             import torch
             self._device = CudaDevice(torch.cuda)
             enter = functools.partial(torch.cuda.set_device, description.device_id)  # UCX goes by the thread's device
         self._steps = ComputedSteps(self._device)
-        self._server = RankServer(lambda order: self._attach(order, list(views.values()), description),
+        self._server = RankServer(lambda order: self._attach(order, all_views, description),
                                   {os.getpid(), parent_pid()}, enter)
         self._handshake = RankHandshake(msgspec.structs.astuple(this_process()), self._server.address,
                                         msgspec.msgpack.encode(description), engine_name(self._config, views))
@@ -151,9 +157,11 @@ class RankWorker:
 def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[int, int], RankHandshake],
                  transport: TransportChoice = NIXL,
                  is_read: bool = False,
-                 windows: tuple[int, ...] = ()) -> tuple[Member, bytes, RemoteEngineTransfer]:
+                 windows: tuple[int, ...] = (),
+                 states: str = "") -> tuple[Member, bytes, RemoteEngineTransfer]:
     """Attach EngineCore to its ranks. `handshakes` by pipeline stage and tensor-parallel rank, as vLLM has them.
     `is_read`: peers may read from a prefill engine, too. `windows`: of the groups of blocks (`protocol.rows`).
+    `states`: what a block of those with states holds.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
     transfers of all ranks, which the caller owns: it must `start` and `close` them. Raises ConfigError if the ranks'
@@ -174,8 +182,8 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
         raise ConfigError("attention backend", sorted({rank.engine for rank in ranks}), "all ranks must have the same")
     stages = [msgspec.msgpack.decode(rank.cache, type=CacheDescription) for rank in ranks[::tp]]
     member = local_member(role, msgspec.structs.replace(
-        fingerprint(vllm_config, stages[0], ranks[0].engine, windows), layers=sum(stage.layers for stage in stages),
-        transport=transport.kind.value))
+        fingerprint(vllm_config, stages[0], ranks[0].engine, windows, states),
+        layers=sum(stage.layers for stage in stages), transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     connections, metadata = connect_ranks({number: (rank.process[0], rank.address)
                                           for number, rank in enumerate(ranks)}, order)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""B118: layers with a recurrent state: of each of their groups one block goes from a prefill engine to a decode engine,
+and every answer is that of one engine (tests/v1/states.py)."""
+import pytest
+
+from tests.v1 import simulated
+from tests.v1.simulated import BLOCK_SIZE, WrongRead
+from tests.v1.states import StateEngine
+from tests.v1.test_windows import LENGTHS, hand_over, only_the_first_group_is_fenced, prompt_of, whole_prompts
+from tests.v1.walk import failure, history, shrink
+from vllm_pd.protocol.rows import STATE, BlockRows
+from vllm_pd.v1.connector import PDConnector
+
+GROUPS = [(0, STATE), (STATE, 0, STATE)]
+MODES = ["align", "none"]
+HISTORIES = 100
+MOST = 400  # histories until a planted defect is found
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level("CRITICAL", logger="vllm.pd")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("groups", GROUPS)
+def test_b118_every_length_of_a_remote_prompt(model_folder, groups, mode):
+    """Around each border of a block."""
+    engine = StateEngine(model_folder, windows=groups, mode=mode, blocks=400)
+    for length in LENGTHS:
+        hand_over(engine, f"r{length}", prompt_of(length))
+        token_ids, block_ids, cached = engine.protocol.jobs[engine.attempt(f"r{length}")]
+        assert len(token_ids) == length - 1, "the last token is D's"
+        assert not cached and len(block_ids) == -(-len(token_ids) // BLOCK_SIZE) + groups.count(STATE)
+    engine.check_answers()
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("batch_tokens", [16, 33, 512])
+@pytest.mark.parametrize("mode, chunks", [("align", False), ("align", True), ("none", True)])
+def test_b118_every_length_of_a_job(model_folder, groups, batch_tokens, mode, chunks, checkpoints):
+    """P sends the state after the prompt, with D's prefix hit or without, whole or in chunks."""
+    engine = StateEngine(model_folder, windows=groups, mode=mode, checkpoints=checkpoints, blocks=200,
+                         push_chunks=chunks, batch_tokens=batch_tokens)
+    for number, length in enumerate(LENGTHS):
+        prompt = prompt_of(length)
+        cached = number % (-(-length // BLOCK_SIZE))
+        attempt = engine.job(prompt, cached, number)
+        engine.run()
+        engine.check_sent(attempt, prompt)
+        engine.transfer.end(str(attempt))
+        engine.run()
+    assert engine.sent_rows > len(LENGTHS) * len(groups)
+    engine.check_at_rest()
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_b118_a_prefix_hit_of_every_length(model_folder, groups):
+    """D has the KV of the beginning, mostly without the state after it: P writes the rest, and the state."""
+    engine, hits = StateEngine(model_folder, windows=groups, blocks=400), []
+    for length in range(3 * BLOCK_SIZE, 140, 5):
+        whole = [length] * 3 + prompt_of(length)
+        hand_over(engine, f"first {length}", whole[:length // 2])
+        hand_over(engine, f"second {length}", whole)
+        hits.append(engine.protocol.jobs[engine.attempt(f"second {length}")][2])
+    assert len(set(hits)) >= 3 and sum(map(bool, hits)) > len(hits) // 2, "others were evicted"
+    engine.check_at_rest()
+
+
+def test_b118_whole_prompts_would_be_wrong_everywhere(model_folder, monkeypatch):
+    """A state after the last token is of no use to D, which computes that token itself."""
+    monkeypatch.setattr(BlockRows, "own_tokens", 0)
+    for length in LENGTHS:
+        engine = StateEngine(model_folder, windows=(0, STATE), blocks=96)
+        with pytest.raises(WrongRead):
+            hand_over(engine, "r", prompt_of(length))
+
+
+def settings(seed: int, in_flight: int):
+    """Of an engine that a history is played on."""
+    drawn, steps = history(seed)
+    mode = MODES[seed // 2 % 4 == 3]
+    return drawn._replace(in_flight=in_flight, stages=simulated.STAGES, windows=GROUPS[seed % len(GROUPS)],
+                          states=mode, checkpoints=seed // 10 % 2, caching=mode != "none", reads="never",
+                          blocks=drawn.blocks + (10 if seed % 4 else 34)), steps
+
+
+def first_failure(folder, in_flight: int, histories: int) -> str:
+    for seed in range(histories):
+        setting, steps = settings(seed, in_flight)
+        if found := failure(folder, setting, steps):
+            return "\n".join(map(str, (f"seed {seed}: {found}", setting, *shrink(folder, setting, steps))))
+    return ""
+
+
+@pytest.mark.search
+def test_b118_b20_b34_any_order(model_folder, in_flight):
+    assert not first_failure(model_folder, in_flight, HISTORIES)
+
+
+def the_state_of_the_block_before(monkeypatch):
+    pick = BlockRows.pick
+
+    def mistaken(rows, tables, tokens, cached):
+        found = pick(rows, tables, tokens, cached)
+        before = [table[-2] for table, window in zip(tables, rows.windows, strict=True) if window and len(table) > 1]
+        return found[:len(found) - len(before)] + before if all(before) else found
+
+    monkeypatch.setattr(BlockRows, "pick", mistaken)
+
+
+def zeroed_while_a_peer_writes(monkeypatch):
+    """V1 would have its workers zero them with the next step."""
+    monkeypatch.setattr(PDConnector, "get_loaded_kv_cache_group_ids", lambda connector, request: ())
+
+
+def jobs_go_on_after_their_prompt(monkeypatch):
+    """As if a job computed its answer, too: a state is changed in place."""
+    import vllm_pd.v1.prefill as module
+    made = module.SamplingParams
+    monkeypatch.setattr(module, "SamplingParams", lambda **fields: made(**{**fields, "max_tokens": 2}))
+
+
+@pytest.mark.parametrize("defect", [whole_prompts, only_the_first_group_is_fenced, the_state_of_the_block_before,
+                                    zeroed_while_a_peer_writes, jobs_go_on_after_their_prompt])
+def test_b118_the_search_finds_planted_defects(model_folder, in_flight, defect, monkeypatch):
+    defect(monkeypatch)
+    monkeypatch.setattr("tests.v1.test_states.shrink", lambda *history: ())
+    assert first_failure(model_folder, in_flight, MOST)

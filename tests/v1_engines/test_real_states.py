@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real V1 engines of models with recurrent states: tokens as one stock engine has them (B1, B2, B6, B118). Over
+simulated memory: tests/v1/test_states.py.
+
+vLLM's CPU build runs Mamba-2 layers without prefix caching only: with it the kernel is to leave a state at a block's
+end behind, and raises. It runs short convolutions with it, but answers otherwise in batches, also without
+disaggregation: these prompts come one by one.
+"""
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+
+from tests.fakes.brokers import BrokerProcess
+from tests.v1.real_engines import RealEngine
+from tests.v1.test_real_engines import done, prompts
+from tests.v1_engines.test_real_shapes import TINY
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0,
+            "max_local_prefill_tokens": 40}
+STEP, TOKENS, BLOCK = 256, 6, 96  # vLLM makes a block so large that a state goes into it
+LENGTHS = (42, 95, 96, 97, 98, 191, 192, 193, 194, 255, 256, 257, 258, 288, 289, 290, 384, 385, 512, 513, 640, 900)
+BYTES = "vllm:pd_transfer_bytes_total:"
+
+
+class Trio:
+    """A stock engine, P and D with one model."""
+
+    def __init__(self, folder, logs, states: str, **arguments) -> None:
+        model = folder / f"tiny-{states}"
+        subprocess.run([sys.executable, TINY, model, "--tokenizer", os.environ["VLLM_PD_MODEL"], "--states", states],
+                       check=True, timeout=300)
+        self.broker = BrokerProcess()
+        self.stock, self.p, self.d = self.engines = [
+            RealEngine(role, logs / f"{states}.{name}.log", self.broker.url, SETTINGS, model=str(model),
+                       max_num_batched_tokens=STEP, max_model_len=1024, **arguments)
+            for role, name in ((None, "stock"), ("kv_producer", "p"), ("kv_consumer", "d"))]
+        try:
+            for one in self.engines:
+                one.ready()
+            wait_for(lambda: self.d.generate(prompts(0, (300, ))) and done(self.d), "nothing goes remote")
+        except BaseException:
+            self.end()
+            raise
+
+    def compare(self, many: list[list[int]]) -> None:
+        """One by one: in the same steps, so with the same rounding. Most go remote."""
+        before = done(self.d)
+        for number, one in enumerate(many):
+            for engine in (self.stock, self.d):
+                engine.ask([one], TOKENS)
+            assert self.d.answer()[0][0] == self.stock.answer()[0][0], f"{number}: {len(one)} tokens"
+        assert done(self.d) >= before + 0.7 * len(many)
+
+    def end(self) -> None:
+        for one in self.engines:
+            one.stop()
+        self.broker.stop()
+
+
+@pytest.fixture(scope="class")
+def mamba(tmp_path_factory, logs):
+    trio = Trio(tmp_path_factory.mktemp("models"), logs, "mamba", enable_prefix_caching=False)
+    yield trio
+    trio.end()
+
+
+class TestMamba:
+    """Mamba-2 layers."""
+
+    def test_b118_tokens_are_those_of_one_stock_engine(self, mamba):
+        """With aborts between."""
+        draw, many = random.Random(118), prompts(118, LENGTHS)
+        for first in range(0, len(many), 4):
+            mamba.compare(many[first:first + 4])
+            mamba.d.abort(prompts(-first - 1, (draw.randrange(41, 900), )), draw.choice((0.0, 0.02, 0.1)))
+
+    def test_b118_a_state_is_one_block(self, mamba):
+        """Two layers with attention, whose memory the two layers with states share: of 899 tokens 10 blocks, and
+        one with the state."""
+        before = mamba.d.figures()[BYTES]
+        mamba.d.generate(prompts(117, (900, )))
+        wait_for(lambda: mamba.d.generate([[7, 8, 9]], 1) and mamba.d.figures()[BYTES] > before, "no bytes are counted")
+        assert mamba.d.figures()[BYTES] - before == (10 + 1) * 2 * BLOCK * 4 * 2 * 32 * 4
+
+    def test_b118_b2_many_at_once(self, mamba):
+        """Afterwards nobody has a block."""
+        many = prompts(116, [900, 700, 41, 513, 128, 129, 1000, 300, 640, 801])
+        right = [mamba.stock.generate([one], TOKENS)[0] for one in many]
+        got = mamba.d.generate(many, TOKENS)
+        same = sum(one == other for one, other in zip(got, right, strict=True))
+        assert same >= len(many) - 2, "batches of other sizes round otherwise now and then"
+        for engine in (mamba.p, mamba.d):
+            wait_for(lambda engine=engine: not engine.used(), "blocks come back")
+
+
+def test_b118_short_convolutions_with_prefix_caching(tmp_path, logs):
+    """New prompts, then with the beginning of others: D and P have hits."""
+    draw, many = random.Random(119), prompts(119, LENGTHS)
+    many += [one[:draw.randrange(40, len(one))] + prompts(draw.random(), (draw.randrange(41, 300), ))[0]
+             for one in many]
+    conv = Trio(tmp_path, logs, "conv")
+    try:
+        conv.compare(many)
+    finally:
+        conv.end()
