@@ -15,7 +15,7 @@ from _behind.fleet import ENVIRONMENT, BehindFleet, EnginePlace
 from _behind.gateways import GatewayName, gateway_command, require_streams
 from _behind.load import LoadShape, SteadyLoad, draw_questions
 from _behind.report import BehindRecord, KilledEngine, RunPhase
-from _behind.watch import EngineWatch, read
+from _behind.watch import EngineWatch, is_busy, read
 from vllm_pd.bench.servers import HOST, Servers, log_to
 from vllm_pd.errors import PDError
 from vllm_pd.protocol.messages import Role
@@ -23,6 +23,8 @@ from vllm_pd.rpc.ports import take_free
 
 USED_S = 120.0  # until a new engine has its first request or job
 BROKER_AWAY_S = 10.0
+STEADY = 3.0  # so many times as long as after a change is the load where nothing changes
+POLL_S = 0.1
 OTHER_RELEASE = "0.99"
 
 
@@ -42,6 +44,7 @@ class PhaseName(StrEnum):
     ALONE_AGAIN = "no prefill engines again"
 
 
+UNCHANGED = (PhaseName.ALONE, PhaseName.STEADY, PhaseName.ALONE_AGAIN)
 SHORT = (PhaseName.ALONE, PhaseName.COME, PhaseName.OTHER_PROTOCOL, PhaseName.KILL_BROKER, PhaseName.KILL_P,
          PhaseName.KILL_D, PhaseName.LEAVE)
 
@@ -105,7 +108,7 @@ class BehindRun:
         self.record = BehindRecord()
         self._settings, self._fleet, self._say = settings, fleet, say
         self._actions: dict[PhaseName, Callable[[], None]] = {
-            **dict.fromkeys((PhaseName.ALONE, PhaseName.STEADY, PhaseName.ALONE_AGAIN), lambda: None),
+            **dict.fromkeys(UNCHANGED, lambda: None),
             PhaseName.COME: lambda: self._start("P0", "P1"),
             PhaseName.ROLL_P: lambda: self._roll("P0", "P1"), PhaseName.ROLL_D: lambda: self._roll("D0", "D1"),
             PhaseName.OTHER_PROTOCOL: self._roll_to_protocol, PhaseName.OTHER_RELEASE: self._roll_to_release,
@@ -119,7 +122,7 @@ class BehindRun:
             self._say(name)
             begun_s = time.perf_counter()
             self._actions[name]()
-            time.sleep(self._settings.calm_s)
+            time.sleep(self._settings.calm_s * (STEADY if name in UNCHANGED else 1.0))
             self.record.phases.append(RunPhase(name, begun_s, time.perf_counter()))
 
     # What happens.
@@ -168,7 +171,10 @@ class BehindRun:
         self._fleet.start_broker()
 
     def _kill(self, name: str) -> None:
+        """A prefill engine while it computes a prompt."""
         place = self._fleet.places[name]
+        if place.role is Role.PREFILL:
+            self._await(lambda: is_busy(place), f"{name} gets no prompt")
         killed_s = time.perf_counter()
         self._fleet.kill(name)
         self.record.killed.append(KilledEngine(name, place.address, killed_s, time.perf_counter()))
@@ -202,7 +208,7 @@ class BehindRun:
                     return
             if time.perf_counter() > deadline_s:
                 raise PDError(f"{what} after {USED_S:g} s")
-            time.sleep(0.5)
+            time.sleep(POLL_S)
 
     def _note(self, *names: str, there: bool) -> None:
         self.record.engines += [(time.perf_counter(), name, there) for name in names]

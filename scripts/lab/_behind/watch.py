@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads each engine's counters once a second, in a thread of its own: decisions by reason, attempts by their end, why
 an engine is degraded."""
+import json
 import threading
 import time
 from collections import Counter
@@ -47,6 +48,11 @@ def read(place: EnginePlace) -> EngineReading:
         raise ConnectionError(f"{place.url}/metrics: {status}")
     ours = "\n".join(line for line in page.splitlines() if line.startswith(OURS))  # the others take the time
     return EngineReading.of(time.perf_counter(), place, parse(ours + "\n"))
+
+
+def is_busy(place: EnginePlace) -> bool:
+    """Whether this prefill engine has a prompt of a decode engine. Raises OSError where it does not answer."""
+    return json.loads(fetch(place.url, "/pd/status", ANSWER_S)[1])["gauges"]["prefill_jobs"] > 0
 
 
 class EngineWatch:
