@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BIN_S = 4.0
+SHORTEST_MS = 2.0  # tokens that come together with the one before are not shown
+GREY = "local: threshold"  # the short prompts, nearly all of the decisions
 PLACES = ("P1", "P0", "D1", "D0")
 
 
@@ -48,32 +50,34 @@ def _draw_pauses(axes: "Axes", record: BehindRecord, begun_s: float, ended_s: fl
         longest[number] = max(longest.get(number, 0.0), MS * pause_s)
     axes.step([(number + 1) * BIN_S for number in sorted(longest)], [longest[number] for number in sorted(longest)],
               color="black", linewidth=1, label=f"longest in {BIN_S:g} s")
-    bottom = min(MS * pause_s for _, pause_s in found)
     for name, requests, colour in (("failed", record.failed(), "tab:red"), ("changed", record.changed(), "tab:purple"),
                                    ("cut by a kill", record.cut(), "tab:orange")):
-        _mark(axes, requests, begun_s, bottom, f"{len(requests)} {name}", colour)
+        _mark(axes, requests, begun_s, f"{len(requests)} {name}", colour)
     axes.set_yscale("log")
+    axes.set_ylim(bottom=SHORTEST_MS / 2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("ms")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="upper right", ncols=5)
 
 
-def _mark(axes: "Axes", requests: Sequence[AskedRequest], begun_s: float, at: float, label: str, colour: str) -> None:
-    axes.plot([one.ended_s - begun_s for one in requests], [at] * len(requests), "x", color=colour, label=label)
+def _mark(axes: "Axes", requests: Sequence[AskedRequest], begun_s: float, label: str, colour: str) -> None:
+    axes.plot([one.ended_s - begun_s for one in requests], [SHORTEST_MS] * len(requests), "x", color=colour,
+              label=label)
 
 
 def _draw_decisions(axes: "Axes", record: BehindRecord, begun_s: float, ended_s: float) -> None:
     """Bars: remote decisions upwards, local ones downwards."""
     bins = [begun_s + BIN_S * number for number in range(1 + int((ended_s - begun_s) / BIN_S))]
     counts = [added(record.readings, "decisions", at_s, at_s + BIN_S) for at_s in bins]
-    names = sorted(set().union(*counts))
+    names = sorted(set().union(*counts), key=lambda name: (name == GREY, name))
     for sign in (1, -1):
         base = [0.0] * len(bins)
         for name in names:
             if name.startswith("remote") == (sign > 0):
                 heights = [sign * one[name] for one in counts]
-                axes.bar([at_s - begun_s for at_s in bins], heights, BIN_S, base, align="edge", label=name)
+                axes.bar([at_s - begun_s for at_s in bins], heights, BIN_S, base, align="edge", label=name,
+                         color="0.8" if name == GREY else None)
                 base = [below + height for below, height in zip(base, heights, strict=True)]
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel(f"decisions in {BIN_S:g} s")

@@ -178,7 +178,7 @@ class BehindRun:
         killed_s = time.perf_counter()
         self._fleet.kill(name)
         self.record.killed.append(KilledEngine(name, place.address, killed_s, time.perf_counter()))
-        self._note(name, there=False)
+        self.record.engines.append((killed_s, name, False))
         self._start(name)
 
     def _leave(self) -> None:
