@@ -63,8 +63,10 @@ def require_workers(workers: Sequence[str]) -> None:
     """Raises ConfigError for a URL whose host has no address: a gateway starts with it all the same, and answers 503
     for it."""
     for url in workers:
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
+            if not parts.hostname:
+                raise ValueError("it has no host")
             socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
         except (OSError, ValueError, UnicodeError) as error:
             raise ConfigError("worker", url, f"no address is found for it ({error}): write a name that resolves on the "
