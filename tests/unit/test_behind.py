@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/lab/behind_gateway.py: what counts as failed, cut and changed, and which figures belong to which phase (B117).
+"""scripts/lab/behind_gateway.py: what counts as failed, cut and changed, and which figures are of which phase (B117).
 """
 import sys
 from collections import Counter
@@ -67,7 +67,7 @@ def test_b117_figures_by_phase():
     figures = record(asked(1.0, 4.0), asked(7.0, 10.0), asked(9.0, 10.1, None), asked(2.0, 9.0, long=True),
                      asked(2.0, 9.0, stream=False)).figures()
     assert (figures["requests"], figures["cut"], figures["failed"]) == (5, 1, 0)
-    assert [phase["requests"] for phase in figures["phases"]] == [4, 1]
+    assert [phase["requests"] for phase in figures["phases"]] == [1, 4]
     assert [phase["cut"] for phase in figures["phases"]] == [0, 1]
     assert figures["pause_ms"]["max"] == 1000.0
     assert [phase["attempts"] for phase in figures["phases"]] == [{"done": 1}, {}]

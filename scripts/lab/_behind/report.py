@@ -2,8 +2,8 @@
 """What a run has seen, and its figures by phase.
 
 A request that did not end with its answer has *failed*, unless the decode engine that streamed it was killed meanwhile:
-then it was *cut*, as it would have been without prefill engines. A request belongs to the phase in which it was sent, a
-pause to the one in which it ended. A pause is the time between two tokens of a streamed answer to a short prompt.
+then it was *cut*, as it would have been without prefill engines. A request, and a pause, belongs to the phase in which
+it ended. A pause is the time between two tokens of a streamed answer to a short prompt.
 """
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ class BehindRecord:
 
     def _figures(self, phase: RunPhase) -> dict[str, Any]:
         def count(requests: Sequence[AskedRequest]) -> int:
-            return sum(phase.begun_s <= one.sent_s < phase.ended_s for one in requests)
+            return sum(phase.begun_s <= one.ended_s < phase.ended_s for one in requests)
 
         degraded: dict[str, set[str]] = {}
         for reading in self.readings:

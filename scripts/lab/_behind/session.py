@@ -58,7 +58,7 @@ class BehindSettings:
     phases: tuple[PhaseName, ...] = tuple(PhaseName)
     calm_s: float = 20.0
     seed: int = 41
-    load: LoadShape = field(default_factory=lambda: LoadShape(4, 48, 1000, 4.0, 24))
+    load: LoadShape = field(default_factory=lambda: LoadShape(3, 48, 700, 8.0, 14))
     context: int = 2048
 
 
