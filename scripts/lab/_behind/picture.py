@@ -82,7 +82,7 @@ def _draw_decisions(axes: "Axes", record: BehindRecord, begun_s: float, ended_s:
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel(f"decisions in {BIN_S:g} s")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper right", ncols=5)
+    axes.legend(fontsize=8, loc="lower right", ncols=6)
 
 
 def _draw_engines(axes: "Axes", record: BehindRecord, begun_s: float, ended_s: float) -> None:
