@@ -19,10 +19,12 @@ SHOWN_ERRORS = 5
 
 @dataclass(frozen=True)
 class RunPhase:
-    """A phase. Times are `time.perf_counter()`."""
+    """A phase. Times are `time.perf_counter()`. `prefill_engines`: how many there are all the time, None
+    where something changes."""
     name: str
     begun_s: float
     ended_s: float
+    prefill_engines: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,11 @@ class BehindRecord:
     def figures(self) -> dict[str, Any]:
         """For the JSON: all together, and each phase."""
         whole = RunPhase("all", self.phases[0].begun_s, float("inf"))
-        calm = [phase for phase in self.phases if not any(phase.begun_s <= at_s < phase.ended_s
-                                                          for at_s, _, _ in self.engines)]
+        by_count = {count: self._pauses_ms([phase for phase in self.phases if phase.prefill_engines == count])
+                    for count in (0, 2)}
         return {"gateway": self.gateway, **self._figures(whole),
                 "errors": sorted({one.error for one in self.failed()})[:SHOWN_ERRORS],
-                "pause_ms_without_prefill_engines": self._pauses_ms(
-                    [phase for phase in calm if self._prefill_engines(phase) == 0]),
-                "pause_ms_with_two_prefill_engines": self._pauses_ms(
-                    [phase for phase in calm if self._prefill_engines(phase) == 2]),
+                "pause_ms_without_prefill_engines": by_count[0], "pause_ms_with_two_prefill_engines": by_count[2],
                 "phases": [{"phase": phase.name, "from_s": round(phase.begun_s - whole.begun_s, 1),
                             "to_s": round(phase.ended_s - whole.begun_s, 1), **self._figures(phase)}
                            for phase in self.phases]}
@@ -111,8 +110,3 @@ class BehindRecord:
     def _pauses_ms(self, phases: Sequence[RunPhase]) -> dict[str, float]:
         found = [pause_s for phase in phases for _, pause_s in self.pauses(phase.begun_s, phase.ended_s)]
         return {name: round(value, 1) for name, value in summary(found, PAUSES, MS).items()} if found else {}
-
-    def _prefill_engines(self, phase: RunPhase) -> int:
-        """How many were there at the end of it."""
-        there = {place: here for at_s, place, here in self.engines if at_s < phase.ended_s}
-        return sum(here for place, here in there.items() if place.startswith("P"))

@@ -44,7 +44,7 @@ class PhaseName(StrEnum):
     ALONE_AGAIN = "no prefill engines again"
 
 
-UNCHANGED = (PhaseName.ALONE, PhaseName.STEADY, PhaseName.ALONE_AGAIN)
+UNCHANGED = {PhaseName.ALONE: 0, PhaseName.STEADY: 2, PhaseName.ALONE_AGAIN: 0}  # how many prefill engines are there
 SHORT = (PhaseName.ALONE, PhaseName.COME, PhaseName.OTHER_PROTOCOL, PhaseName.KILL_BROKER, PhaseName.KILL_P,
          PhaseName.KILL_D, PhaseName.LEAVE)
 
@@ -123,7 +123,7 @@ class BehindRun:
             begun_s = time.perf_counter()
             self._actions[name]()
             time.sleep(self._settings.calm_s * (STEADY if name in UNCHANGED else 1.0))
-            self.record.phases.append(RunPhase(name, begun_s, time.perf_counter()))
+            self.record.phases.append(RunPhase(name, begun_s, time.perf_counter(), UNCHANGED.get(name)))
 
     # What happens.
 
