@@ -13,7 +13,9 @@ Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piec
     ray        Ray, for the tests that want it; they are skipped where it cannot be installed
 
 For V1 (VLLM_PD_ENGINE=v1) packages has the stock vLLM and what else is in requirements/v1*.txt, wheel is our plugin,
-env has both, and there is neither source nor extension nor Ray.
+env has both, and there is neither source nor extension nor Ray, but
+
+    gateways   Envoy and vllm-router, for the tests that want them; likewise
 
 Pieces that nobody has asked for in KEEP_S and that no process uses are removed.
 
@@ -190,17 +192,18 @@ def environment(engine: EngineEnvironment, base: Path, *wheels: Path) -> Path:
     return cache.piece("env", name, build, f"installing {engine.wheel}", in_place=True)
 
 
-def ray(base: Path) -> Path | None:
-    """The folder with Ray, None if it can't be installed: it is no part of the wheel."""
-    requirements = REQUIREMENTS / "ray.txt"
+def beside(name: str, what: str, base: Path) -> Path | None:
+    """The folder with what requirements/NAME.txt pins, which is no part of the environment: `what`, for the tests that
+    want it. None if it can't be installed."""
+    requirements = REQUIREMENTS / f"{name}.txt"
 
     def build(folder: Path) -> None:
         install(base, base, "--target", folder, "-r", requirements)
 
     try:
-        return cache.piece("ray", cache.key(requirements, sys.version), build, "installing Ray")
+        return cache.piece(name, cache.key(requirements, sys.version), build, f"installing {what}")
     except process.BuildError as error:
-        cache.say(f"no Ray here, its tests are skipped: {str(error).splitlines()[-1]}")
+        cache.say(f"no {what} here, the tests with it are skipped: {str(error).splitlines()[-1]}")
         return None
 
 
@@ -224,11 +227,11 @@ def models(engine: EngineEnvironment, python: Path) -> tuple[Path, Path]:
     return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny models") / "tiny-llama"
 
 
-def commands(env: Path, model: Path, tiny: Path, ray: Path | None) -> list[str]:
+def commands(env: Path, model: Path, tiny: Path, ray: Path | None, gateways: Path | None) -> list[str]:
     """Shell commands that enter the environment. Where VLLM_PD_ENGINE is set it stays, also after
     `VLLM_PD_ENGINE=v1 . scripts/env.sh`: scripts that source env.sh again are to find the same engine."""
     set_here = {"VLLM_PD_ENV": env, "VLLM_PD_MODEL": model, "VLLM_PD_TINY_MODEL": tiny, "VIRTUAL_ENV": env,
-                "VLLM_PD_RAY": ray or ""}  # fmt: skip
+                "VLLM_PD_RAY": ray or "", "VLLM_PD_GATEWAYS": gateways or ""}  # fmt: skip
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in set_here.items()]
     if engine := os.environ.get(ENGINE_VARIABLE):
         lines.append(f"unset {ENGINE_VARIABLE}; export {ENGINE_VARIABLE}={shlex.quote(engine)}")
@@ -251,15 +254,17 @@ def main() -> int:
             extra = [stand_in(engine)] if engine.target == "plugin" else []
             env = environment(engine, base, wheel(engine, python), *extra)
             model, tiny = models(engine, python)
-            with_ray = ray(base) if engine.target == "cpu" else None
-            cache.prune(("packages", "patched", "wheel", "env", "model", "tiny", "ray"), KEEP_S)
+            is_v1 = engine.target == "plugin"
+            ray = None if is_v1 else beside("ray", "Ray", base)
+            gateways = beside("gateways", "Envoy and vllm-router", base) if is_v1 else None
+            cache.prune(("packages", "patched", "wheel", "env", "model", "tiny", "ray", "gateways"), KEEP_S)
     except KeyboardInterrupt:
         cache.say("interrupted; run it again, finished stages are kept")
         return 130
     except (process.BuildError, Refusal, OSError, ValueError) as error:
         cache.say(f"cannot make the environment: {error}")
         return 1
-    print("\n".join(commands(env, model, tiny, with_ray)))
+    print("\n".join(commands(env, model, tiny, ray, gateways)))
     cache.say(f"environment ready in {time.monotonic() - began_s:.1f} s ({cache.root()})")
     return 0
 

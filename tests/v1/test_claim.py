@@ -423,7 +423,7 @@ def test_b80_b104_the_store_takes_ranks_of_this_host():
     check_store(configure(transfer(extra=STORED), tensor_parallel_size=2, distributed_executor_backend="mp"))
     config = configure(transfer(), tensor_parallel_size=2, distributed_executor_backend="mp")
     config.parallel_config.distributed_executor_backend = "ray"
-    with pytest.raises(ConfigError, match="distributed_executor_backend='ray'.*this host"):
+    with pytest.raises(ConfigError, match="distributed_executor_backend='ray'.*this host; Ray Serve LLM.*vllm serve"):
         check_store(config)
 
 

@@ -80,7 +80,7 @@ def check_parallel(config: VllmConfig) -> None:
     parallel = config.parallel_config
     if parallel.world_size > 1 and parallel.distributed_executor_backend != "mp":
         raise ConfigError("distributed_executor_backend", parallel.distributed_executor_backend,
-                          'write "mp": all workers must be on this host')
+                          'write "mp": all workers must be on this host' + _of_ray(config))
     ranks, kv_heads = parallel.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     if max(ranks, kv_heads) % min(ranks, kv_heads):
         raise ConfigError("tensor_parallel_size", ranks, f"choose one that divides the model's {kv_heads} KV heads")
@@ -94,7 +94,7 @@ def check_executor(config: VllmConfig, prefills: bool) -> None:
     backend = config.parallel_config.distributed_executor_backend
     if backend not in ("mp", "uni"):
         raise ConfigError("distributed_executor_backend", backend, 'write "mp", also with --data-parallel-backend ray: '
-                          "only a child of EngineCore can be a rank")
+                          "only a child of EngineCore can be a rank" + _of_ray(config))
     if config.parallel_config.enable_elastic_ep:
         raise ConfigError("enable_elastic_ep", True, "remove it: the server drains and asks the engines that it had at "
                           "its start, and one that is gone never answers")
@@ -103,6 +103,14 @@ def check_executor(config: VllmConfig, prefills: bool) -> None:
         raise ConfigError("VLLM_DP_SIZE", parallel.data_parallel_size, "serve the group with vllm serve "
                           "--data-parallel-size, or write kv_consumer: ranks without a server have no coordinator, so "
                           "one that has a peer's job would wait for the others for good")
+
+
+def _of_ray(config: VllmConfig) -> str:
+    """What to do where Ray Serve LLM has chosen the executor, which on GPUs takes no other."""
+    if config.parallel_config.distributed_executor_backend != "ray":
+        return ""
+    return ("; Ray Serve LLM, which sets ray on GPUs, can't run this engine: start `vllm serve`, by Ray if you like, "
+            "and send requests to it")
 
 
 def check_stages(config: VllmConfig) -> None:

@@ -91,10 +91,10 @@ def main() -> None:
         if not message:
             return
         [descriptor] = descriptors
-        pid = os.fork()
+        zygote, pid = os.getpid(), os.fork()
         if pid == 0:
             channel.close()
-            _run(json.loads(message), descriptor)
+            _run(json.loads(message), descriptor, zygote)
         os.close(descriptor)
         channel.send(json.dumps({"pid": pid}).encode())
 
@@ -106,12 +106,14 @@ def _know_model() -> None:
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
 
 
-def _run(order: dict, descriptor: int) -> None:
-    """The child's life. Does not return."""
+def _run(order: dict, descriptor: int, zygote: int) -> None:
+    """The life of the child of this zygote. Does not return."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != zygote:
+            raise EOFError("the zygote has ended before that")
         os.sched_setaffinity(0, order["cores"])
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(order["cores"][0])
         module, function = order["target"].split(":")

@@ -35,14 +35,14 @@ def extended(prompts: list[list[int]], seed: str) -> list[list[int]]:
             for one in prompts]
 
 
-async def answer_all(url: str, model: str, prompts: list[list[int]],
-                     margin: float = SAFE_MARGIN) -> list[Question | None]:
-    """The questions of these prompts, from the engine at `url`; None where a rounding could change the answer, because
-    two tokens are closer than `margin` in log-probability. Raises LoadError."""
+async def answer_all(url: str, model: str, prompts: list[list[int]], margin: float = SAFE_MARGIN,
+                     tokens: int = ANSWER_TOKENS) -> list[Question | None]:
+    """The questions of these prompts, with answers of so many tokens, from the engine at `url`; None where a rounding
+    could change the answer, because two tokens are closer than `margin` in log-probability. Raises LoadError."""
     places = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: list[int]) -> Question | None:
-        body = {"model": model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True,
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
                 "logprobs": 2, "return_tokens_as_token_ids": True}
         async with places:
             with await LoadConnection.open(url) as connection:

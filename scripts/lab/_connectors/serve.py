@@ -22,6 +22,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.ops.client import is_healthy
 
 SPAWNING = ("vllm.utils.system_utils", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
+SERVE = "_connectors.serve:serve"
 START_S = 300.0
 
 
@@ -65,13 +66,25 @@ class ForkedServer:
     def kill(self) -> None:
         """SIGKILL to all of its processes. Returns when nothing listens at its port any more."""
         self.signal(signal.SIGKILL)
-        deadline = time.monotonic() + 30
+        self._has_ended(time.monotonic() + 30)
+
+    def stop(self, timeout_s: float) -> None:
+        """SIGTERM to the server alone, as an operator sends it. Returns when all of its processes have ended. Raises
+        PDError where they do not in time."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        if not self._has_ended(time.monotonic() + timeout_s):
+            raise PDError(f"{self.name} has not ended {timeout_s:g} s after SIGTERM")
+
+    def _has_ended(self, deadline: float) -> bool:
+        """Whether no process of its group is left by then."""
         while time.monotonic() < deadline:
             try:
                 os.killpg(self.pid, 0)
             except ProcessLookupError:
-                return
+                return True
             time.sleep(0.05)
+        return False
 
     def await_ready(self) -> None:
         """Raises PDError when it does not serve in time."""
@@ -99,9 +112,11 @@ class ServerFactory:
             server.kill()
         self._zygote.close()
 
-    def start(self, name: str, port: int, arguments: Sequence[str], env: dict[str, str]) -> ForkedServer:
-        """Starts `vllm serve` with these arguments and this in its environment."""
-        pid, pipe = self._zygote.fork("_connectors.serve:serve", self._cores, env=env, log=str(self._log),
+    def start(self, name: str, port: int, arguments: Sequence[str], env: dict[str, str], target: str = SERVE,
+              **more: object) -> ForkedServer:
+        """Starts `vllm serve` with these arguments and this in its environment. `target`: a function as `serve`, which
+        gets `more`, too."""
+        pid, pipe = self._zygote.fork(target, self._cores, env=env, log=str(self._log), **more,
                                       arguments=[*arguments, "--host", HOST, "--port", str(port)])
         self._started.append(ForkedServer(name, port, pid, pipe))
         return self._started[-1]
