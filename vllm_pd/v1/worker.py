@@ -77,8 +77,8 @@ class RankWorker:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         """Describe the cache and open the socket. `kv_caches`: for each layer a view [blocks, heads, tokens, content],
-        of a layer with a recurrent state one [blocks, ...], or one for each of its parts. Raises ConfigError for a cache
-        that can't be transferred."""
+        of a layer with a recurrent state one [blocks, ...], or one for each of its parts. Raises ConfigError for a
+        cache that can't be transferred."""
         if self._server is not None:
             raise ConfigError("kv_cache", "registered twice", "an engine that replaces its cache can't transfer it")
         stage = get_pp_group().rank_in_group
