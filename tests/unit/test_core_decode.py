@@ -372,7 +372,7 @@ def test_b42_other_fingerprint_is_refused_with_both_values(side):
     assert side.dropped["hello_refused"] == 13
 
 
-def test_b118_engines_with_states_have_as_many_ranks():
+def test_b114_engines_with_states_have_as_many_ranks():
     """A rank holds its part of a state, which is not known here."""
     ours = msgspec.structs.replace(FINGERPRINT, windows=(2, 0), states="MAMBA2 4:float32 in 2+2 layers")
     theirs = msgspec.structs.replace(ours, tp=2, states="MAMBA2 2:float32 in 2+2 layers")

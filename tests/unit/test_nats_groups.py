@@ -28,7 +28,7 @@ def test_b42_any_other_difference_parts_them():
         assert group(SPLIT) != group(msgspec.structs.replace(SPLIT, **{key: value})), key
 
 
-def test_b118_with_states_only_as_many_ranks_share_it():
+def test_b114_with_states_only_as_many_ranks_share_it():
     ours = msgspec.structs.replace(SPLIT, windows=(0, 2), states="MAMBA2 4:float32 in 2+2 layers")
     others = [msgspec.structs.replace(ours, **change) for change in ({"tp": 4}, {"states": "GDN"}, {"states": ""})]
     assert len({group(one) for one in (ours, *others)}) == 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B114, B118: which blocks of a prompt go from one engine to the other where layers have windows, or states."""
+"""B114: which blocks of a prompt go from one engine to the other where layers have windows, or states."""
 import pytest
 
 from vllm_pd.protocol.rows import STATE, BlockRows, first_needed
@@ -43,7 +43,7 @@ def test_b114_a_table_that_ends_before_the_prompt_is_refused():
 
 @pytest.mark.parametrize("cached", [0, 1, 3])
 @pytest.mark.parametrize("each", [SIZE, 1024], ids=["an entry for each block", "one entry"])
-def test_b118_of_states_the_last_one(cached, each):
+def test_b114_of_states_the_last_one(cached, each):
     """After D's hit there is always one to come."""
     rows = BlockRows(SIZE, (STATE, 0, STATE), each)
     assert (rows.lead, rows.own_tokens) == (1, 1)

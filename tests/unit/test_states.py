@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B118: states in the blocks of a cache: a block that goes whole has all of them, or the cache is refused."""
+"""B114: states in the blocks of a cache: a block that goes whole has all of them, or the cache is refused."""
 import pytest
 import torch
 
@@ -50,7 +50,7 @@ def described(found: dict) -> tuple:
 
 @pytest.mark.parametrize("order", ["LBHNC", "BLHNC"])
 @pytest.mark.parametrize("shared", [3, 2, 1])
-def test_b118_each_state_is_in_what_goes(order, shared):
+def test_b114_each_state_is_in_what_goes(order, shared):
     """Also where a page has states only. Between both orders of the axes, too."""
     memory, found = caches(3, order, shared)
     ours, views = described(found)
@@ -68,7 +68,7 @@ def test_b118_each_state_is_in_what_goes(order, shared):
                        and remote - lane.remote == start - lane.local for lane in lanes), name
 
 
-def test_b118_a_state_as_bytes():
+def test_b114_a_state_as_bytes():
     """So V1 registers it: all parts of a block as one, in bytes."""
     memory, found = caches(2, "LBHNC", 1)
     pages = memory.view(torch.uint8).reshape(2, BLOCKS, 1, 1, PAGE * 4)
@@ -78,7 +78,7 @@ def test_b118_a_state_as_bytes():
     assert ours.layers == 2 and views[1].data_ptr() == pages[1].data_ptr() and views[1].dtype is torch.float32
 
 
-def test_b118_a_state_that_is_not_in_one_block_is_refused():
+def test_b114_a_state_that_is_not_in_one_block_is_refused():
     memory, found = caches(2, "LBHNC", 2)
     kv, states = split(found)
     longer = strided(memory, 30, PAGE, (PAGE, ))
@@ -92,7 +92,7 @@ def test_b118_a_state_that_is_not_in_one_block_is_refused():
         views_of_states({"layers.0.mixer": [fewer]}, kv)
 
 
-def test_b118_states_that_begin_inside_a_page_are_refused():
+def test_b114_states_that_begin_inside_a_page_are_refused():
     """What would be sent from there is the next page's, too."""
     memory, found = caches(3, "LBHNC", 2)
     kv, _ = split(found)
@@ -107,7 +107,7 @@ def test_b118_states_that_begin_inside_a_page_are_refused():
         views_of_states({"layers.4.mixer": [short]}, kv)
 
 
-def test_b118_heads_apart_and_no_attention_are_refused():
+def test_b114_heads_apart_and_no_attention_are_refused():
     _, found = caches(2, "LBHNC", 2)
     kv, states = split(found)
     heads = torch.zeros(HEADS, BLOCKS, TOKENS, CONTENT).transpose(0, 1)

@@ -342,7 +342,7 @@ def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
     ("cache_config", "prefix_match_unit", 16, "prefix_match_unit=16.*whole blocks"),
     ("scheduler_config", "disable_hybrid_kv_cache_manager", True, "disable_hybrid_kv_cache_manager=True.*leave"),
 ], ids=str)
-def test_b118_b80_what_was_not_tried_with_states(monkeypatch, part, key, value, words):
+def test_b114_b80_what_was_not_tried_with_states(monkeypatch, part, key, value, words):
     config = configure(transfer())
     setattr(getattr(config, part) if part else config, key, value)
     check_states(config, False)
@@ -351,7 +351,7 @@ def test_b118_b80_what_was_not_tried_with_states(monkeypatch, part, key, value, 
         check_states(config, False)
 
 
-def test_b118_b80_no_store_with_states(monkeypatch):
+def test_b114_b80_no_store_with_states(monkeypatch):
     config = configure(transfer())
     monkeypatch.setattr(type(config.model_config), "has_inner_state", True)
     check_states(config, False)

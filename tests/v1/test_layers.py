@@ -113,7 +113,7 @@ def test_b114_b80_other_groups_are_refused(grouping, layers, words):
     ([MAMBA, FULL, MAMBA, MAMBA], (0, 2, 2, 2), "MAMBA2 4x2048:float32 in 1+1+1+1 layers"),
     ([FULL, FULL], (), ""),
 ], ids=["half", "more states", "none"])
-def test_b118_groups_of_states(grouping, layers, windows, name):
+def test_b114_groups_of_states(grouping, layers, windows, name):
     groups = connect(grouping, *layers)
     rows = block_rows(groups)
     assert sorted(rows.windows) == sorted(windows) and rows.block_size == 32
@@ -122,7 +122,7 @@ def test_b118_groups_of_states(grouping, layers, windows, name):
         assert layers[int(groups[rows.lead].layer_names[0].split(".")[1])] == FULL
 
 
-def test_b118_a_state_for_all_tokens_of_a_request(grouping):
+def test_b114_a_state_for_all_tokens_of_a_request(grouping):
     """As V1 keeps it without prefix caching."""
     rows = block_rows(connect(grouping, FULL, dataclasses.replace(MAMBA, block_size=512, mamba_cache_mode="none")))
     assert (rows.block_size, rows.state_tokens) == (32, 512)

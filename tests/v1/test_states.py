@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B118: layers with a recurrent state: of each of their groups one block goes from a prefill engine to a decode engine,
+"""B114: layers with a recurrent state: of each of their groups one block goes from a prefill engine to a decode engine,
 and every answer is that of one engine (tests/v1/states.py)."""
 import pytest
 
@@ -24,7 +24,7 @@ def quiet(caplog):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_b118_every_length_of_a_remote_prompt(model_folder, groups, mode):
+def test_b114_every_length_of_a_remote_prompt(model_folder, groups, mode):
     """Around each border of a block."""
     engine = StateEngine(model_folder, windows=groups, mode=mode, blocks=400)
     for length in LENGTHS:
@@ -40,7 +40,7 @@ def test_b118_every_length_of_a_remote_prompt(model_folder, groups, mode):
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("batch_tokens", [16, 33, 512])
 @pytest.mark.parametrize("mode, chunks", [("align", False), ("align", True), ("none", True)])
-def test_b118_every_length_of_a_job(model_folder, groups, batch_tokens, mode, chunks, checkpoints):
+def test_b114_every_length_of_a_job(model_folder, groups, batch_tokens, mode, chunks, checkpoints):
     """P sends the state after the prompt, with D's prefix hit or without, whole or in chunks."""
     engine = StateEngine(model_folder, windows=groups, mode=mode, checkpoints=checkpoints, blocks=200,
                          push_chunks=chunks, batch_tokens=batch_tokens)
@@ -57,7 +57,7 @@ def test_b118_every_length_of_a_job(model_folder, groups, batch_tokens, mode, ch
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_b118_a_prefix_hit_of_every_length(model_folder, groups):
+def test_b114_a_prefix_hit_of_every_length(model_folder, groups):
     """D has the KV of the beginning, mostly without the state after it: P writes the rest, and the state."""
     engine, hits = StateEngine(model_folder, windows=groups, blocks=400), []
     for length in range(3 * BLOCK_SIZE, 140, 5):
@@ -69,7 +69,7 @@ def test_b118_a_prefix_hit_of_every_length(model_folder, groups):
     engine.check_at_rest()
 
 
-def test_b118_whole_prompts_would_be_wrong_everywhere(model_folder, monkeypatch):
+def test_b114_whole_prompts_would_be_wrong_everywhere(model_folder, monkeypatch):
     """A state after the last token is of no use to D, which computes that token itself."""
     monkeypatch.setattr(BlockRows, "own_tokens", 0)
     for length in LENGTHS:
@@ -96,7 +96,7 @@ def first_failure(folder, in_flight: int, histories: int) -> str:
 
 
 @pytest.mark.search
-def test_b118_b20_b34_any_order(model_folder, in_flight):
+def test_b114_b20_b34_any_order(model_folder, in_flight):
     assert not first_failure(model_folder, in_flight, HISTORIES)
 
 
@@ -125,7 +125,7 @@ def jobs_go_on_after_their_prompt(monkeypatch):
 
 @pytest.mark.parametrize("defect", [whole_prompts, only_the_first_group_is_fenced, the_state_of_the_block_before,
                                     zeroed_while_a_peer_writes, jobs_go_on_after_their_prompt])
-def test_b118_the_search_finds_planted_defects(model_folder, in_flight, defect, monkeypatch):
+def test_b114_the_search_finds_planted_defects(model_folder, in_flight, defect, monkeypatch):
     defect(monkeypatch)
     monkeypatch.setattr("tests.v1.test_states.shrink", lambda *history: ())
     assert first_failure(model_folder, in_flight, MOST)

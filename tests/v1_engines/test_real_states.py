@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines of models with recurrent states: tokens as one stock engine has them (B1, B2, B6, B118). Over
+"""Real V1 engines of models with recurrent states: tokens as one stock engine has them (B1, B2, B6, B114). Over
 simulated memory: tests/v1/test_states.py.
 
 vLLM's CPU build runs Mamba-2 layers without prefix caching only: with it the kernel is to leave a state at a block's
@@ -72,14 +72,14 @@ def mamba(tmp_path_factory, logs):
 class TestMamba:
     """Mamba-2 layers."""
 
-    def test_b118_tokens_are_those_of_one_stock_engine(self, mamba):
+    def test_b114_tokens_are_those_of_one_stock_engine(self, mamba):
         """With aborts between."""
         draw, many = random.Random(118), prompts(118, LENGTHS)
         for first in range(0, len(many), 4):
             mamba.compare(many[first:first + 4])
             mamba.d.abort(prompts(-first - 1, (draw.randrange(41, 900), )), draw.choice((0.0, 0.02, 0.1)))
 
-    def test_b118_a_state_is_one_block(self, mamba):
+    def test_b114_a_state_is_one_block(self, mamba):
         """Two layers with attention, whose memory the two layers with states share: of 899 tokens 10 blocks, and
         one with the state."""
         before = mamba.d.figures()[BYTES]
@@ -87,7 +87,7 @@ class TestMamba:
         wait_for(lambda: mamba.d.generate([[7, 8, 9]], 1) and mamba.d.figures()[BYTES] > before, "no bytes are counted")
         assert mamba.d.figures()[BYTES] - before == (10 + 1) * 2 * BLOCK * 4 * 2 * 32 * 4
 
-    def test_b118_b2_many_at_once(self, mamba):
+    def test_b114_b2_many_at_once(self, mamba):
         """Afterwards nobody has a block."""
         many = prompts(116, [900, 700, 41, 513, 128, 129, 1000, 300, 640, 801])
         right = [mamba.stock.generate([one], TOKENS)[0] for one in many]
@@ -98,7 +98,7 @@ class TestMamba:
             wait_for(lambda engine=engine: not engine.used(), "blocks come back")
 
 
-def test_b118_short_convolutions_with_prefix_caching(tmp_path, logs):
+def test_b114_short_convolutions_with_prefix_caching(tmp_path, logs):
     """New prompts, then with the beginning of others: D and P have hits."""
     draw, many = random.Random(119), prompts(119, LENGTHS)
     many += [one[:draw.randrange(40, len(one))] + prompts(draw.random(), (draw.randrange(41, 300), ))[0]
