@@ -3,8 +3,9 @@
 simulated memory: tests/v1/test_states.py.
 
 vLLM's CPU build runs Mamba-2 layers without prefix caching only: with it the kernel is to leave a state at a block's
-end behind, and raises. It runs short convolutions with it, but answers otherwise in batches, also without
-disaggregation: these prompts come one by one.
+end behind, and raises. It runs short convolutions with it, but, also without disaggregation, answers otherwise in
+batches, and where a prompt is computed in other steps (13 of 20 prompts): these prompts come one by one, and all
+engines compute a block of tokens in each step.
 """
 import os
 import random
@@ -23,21 +24,22 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0,
             "max_local_prefill_tokens": 40}
 STEP, TOKENS, BLOCK = 256, 6, 96  # vLLM makes a block so large that a state goes into it
-LENGTHS = (42, 95, 96, 97, 98, 191, 192, 193, 194, 255, 256, 257, 258, 288, 289, 290, 384, 385, 512, 513, 640, 900)
+LENGTHS = (97, 98, 99, 150, 191, 192, 193, 194, 255, 256, 257, 258, 288, 289, 290, 384, 385, 512, 513, 640, 900)
+TOKEN_BYTES = 4 * 2 * 32 * 4  # of a layer: heads, keys and values, their size, float32
 BYTES = "vllm:pd_transfer_bytes_total:"
 
 
 class Trio:
     """A stock engine, P and D with one model."""
 
-    def __init__(self, folder, logs, states: str, **arguments) -> None:
+    def __init__(self, folder, logs, states: str, step: int, **arguments) -> None:
         model = folder / f"tiny-{states}"
         subprocess.run([sys.executable, TINY, model, "--tokenizer", os.environ["VLLM_PD_MODEL"], "--states", states],
                        check=True, timeout=300)
         self.broker = BrokerProcess()
         self.stock, self.p, self.d = self.engines = [
             RealEngine(role, logs / f"{states}.{name}.log", self.broker.url, SETTINGS, model=str(model),
-                       max_num_batched_tokens=STEP, max_model_len=1024, **arguments)
+                       max_num_batched_tokens=step, max_model_len=1024, **arguments)
             for role, name in ((None, "stock"), ("kv_producer", "p"), ("kv_consumer", "d"))]
         try:
             for one in self.engines:
@@ -56,6 +58,11 @@ class Trio:
             assert self.d.answer()[0][0] == self.stock.answer()[0][0], f"{number}: {len(one)} tokens"
         assert done(self.d) >= before + 0.7 * len(many)
 
+    def sent_bytes(self) -> float:
+        """All that P has sent to D. A request of D's own brings the figures."""
+        self.d.generate([[7, 8, 9]], 1)
+        return self.d.figures()[BYTES]
+
     def end(self) -> None:
         for one in self.engines:
             one.stop()
@@ -64,7 +71,7 @@ class Trio:
 
 @pytest.fixture(scope="class")
 def mamba(tmp_path_factory, logs):
-    trio = Trio(tmp_path_factory.mktemp("models"), logs, "mamba", enable_prefix_caching=False)
+    trio = Trio(tmp_path_factory.mktemp("models"), logs, "mamba", STEP, enable_prefix_caching=False)
     yield trio
     trio.end()
 
@@ -82,10 +89,10 @@ class TestMamba:
     def test_b114_a_state_is_one_block(self, mamba):
         """Two layers with attention, whose memory the two layers with states share: of 899 tokens 10 blocks, and
         one with the state."""
-        before = mamba.d.figures()[BYTES]
+        before = mamba.sent_bytes()
         mamba.d.generate(prompts(117, (900, )))
-        wait_for(lambda: mamba.d.generate([[7, 8, 9]], 1) and mamba.d.figures()[BYTES] > before, "no bytes are counted")
-        assert mamba.d.figures()[BYTES] - before == (10 + 1) * 2 * BLOCK * 4 * 2 * 32 * 4
+        wait_for(lambda: mamba.sent_bytes() > before, "no bytes are counted")
+        assert mamba.sent_bytes() - before == (10 + 1) * 2 * BLOCK * TOKEN_BYTES
 
     def test_b114_b2_many_at_once(self, mamba):
         """Afterwards nobody has a block."""
@@ -100,11 +107,17 @@ class TestMamba:
 
 def test_b114_short_convolutions_with_prefix_caching(tmp_path, logs):
     """New prompts, then with the beginning of others: D and P have hits."""
-    draw, many = random.Random(119), prompts(119, LENGTHS)
-    many += [one[:draw.randrange(40, len(one))] + prompts(draw.random(), (draw.randrange(41, 300), ))[0]
-             for one in many]
-    conv = Trio(tmp_path, logs, "conv")
+    draw, size, fresh = random.Random(119), 32, (2, 3, 4, 5, 6, 8, 9, 10, 13, 16, 20)
+    many = prompts(119, [blocks * size + 1 for blocks in fresh])
+    more = [draw.randrange(2, 9) for _ in range(2 * len(many))]  # whole blocks after the beginning of another one
+    conv = Trio(tmp_path, logs, "conv", size)
     try:
+        before = conv.sent_bytes()
         conv.compare(many)
+        begun = [one[:size * draw.randrange(1, len(one) // size)] for one in many * 2]
+        conv.compare([one + prompts(draw.random(), (size * blocks + 1, ))[0]
+                      for one, blocks in zip(begun, more, strict=True)])
+        right = sum(blocks + 1 for blocks in (*fresh, *more))  # what D has is not sent, but a state is
+        assert conv.sent_bytes() - before == right * 2 * size * TOKEN_BYTES
     finally:
         conv.end()
