@@ -129,4 +129,5 @@ def test_d_counts_those_that_read_its_scope():
     cluster.peers(m.Peers("b", 1, [reading("old", ()), reading("new")], 0))
     assert cluster.unable(SALTED) == ["old"] and cluster.unable(NO_SCOPE) == []
     greeted = ["old", "new"]
-    assert [cluster.view(0.0, 0, greeted, cluster.unable(scope)).prefill_peers for scope in (SALTED, NO_SCOPE)] == [1, 2]
+    views = [cluster.view(0.0, 0, greeted, cluster.unable(scope)) for scope in (SALTED, NO_SCOPE)]
+    assert [view.prefill_peers for view in views] == [1, 2]

@@ -120,8 +120,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
             greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
             each = [SamplingParams(**{**greedy, **one}) for one in params]
             salted = [{"cache_salt": salt} if salt else {} for salt in salts]
-            outputs = llm.generate([{"prompt_token_ids": one, **more} for one, more in zip(prompts, salted, strict=True)],
-                                   each, use_tqdm=False)
+            asked = [{"prompt_token_ids": one, **more} for one, more in zip(prompts, salted, strict=True)]
+            outputs = llm.generate(asked, each, use_tqdm=False)
             connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
         elif order == "abort":
             prompts, after_s = values
@@ -150,8 +150,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
 
 class RealEngine:
     """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps. `params`: SamplingParams'
-    fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts`: of each, empty: none. `arguments`: of
-    `LLM`, over ours."""
+    fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts`: of each prompt, empty: none.
+    `arguments`: of `LLM`, over ours."""
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:
