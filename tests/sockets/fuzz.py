@@ -62,6 +62,8 @@ class Words:
         if isinstance(info, inspect.FloatType):
             return dice.choice([0.0, 0.001, 0.5, 60.0, 1e9])
         if isinstance(info, inspect.BytesType):
+            if name == "scope" and dice.random() < 0.98:
+                return b""  # as of the jobs that these tests have
             return dice.randbytes(max(info.min_length or 0, dice.randrange(20)))
         if isinstance(info, inspect.BoolType):
             return dice.random() < 0.2

@@ -63,7 +63,7 @@ def test_b98_a_job_has_the_priority_of_its_request(side):
         (other,) = side.submit(1.0, attempt(number), TOKENS, [5, 6, 9], 1, priority=priority)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(other.message.job), type=m.Job).priority == sent
     frame = msgspec.msgpack.encode(put.message.job)
-    *older, priority, _, _ = msgspec.msgpack.decode(frame)
+    *older, priority, _, _, _ = msgspec.msgpack.decode(frame)
     assert priority == -7
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).priority == 0, "of an older engine"
 

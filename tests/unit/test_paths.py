@@ -289,8 +289,8 @@ def test_a_restarted_engine_beyond_a_slow_link_is_known_by_its_zone():
 
 def test_a_member_of_an_older_release_has_no_zone_and_its_jobs_no_detours():
     member = m.Member("p", m.Role.PREFILL, "", FINGERPRINT, zone="here")
-    *older, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(member))
+    *older, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(member))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Member).zone == ""
     job = m.Job(m.Attempt("d", "r", 0), "", [1], 0, 1.0, detours=(("p", 1.0), ))
-    *older, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(job))
+    *older, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(job))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).detours == ()

@@ -40,7 +40,7 @@ class Agent:
     def next_attempt(self, request_id: str) -> Attempt:
         return Attempt("d", request_id, len(self.submitted))
 
-    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority) -> None:
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope) -> None:
         self.submitted[attempt] = (block_ids[cached_blocks:], avoid, deadline_s)
 
     def abort(self, attempt: Attempt) -> None:

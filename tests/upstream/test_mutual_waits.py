@@ -152,7 +152,7 @@ class Node:
 
     note_prompt = prompt_decided
 
-    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority) -> None:
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope) -> None:
         self.sim.peers.work[attempt] = RemoteWork(token_ids, block_ids, cached_blocks * BLOCK_SIZE)
         self.ring.queue.append((Prefill(attempt, token_ids, block_ids[cached_blocks:], cached_blocks,
                                         block_ids[:cached_blocks], self.name), avoid))

@@ -23,6 +23,7 @@ import vllm_pd.v1.prefill
 from tests.v1.drafting import DraftingEngine, with_drafter
 from tests.v1.simulated import Engine, FakeAccess, FakeTransfer, answer
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.scope import NO_SCOPE
 from vllm_pd.transfer.requests import Notice, Read, Write
 
 MAX_NUM_SEQS = 6
@@ -55,14 +56,16 @@ class _Protocol:
         self.node = node
         self.decode = self.prefill = self.operators = self
         self.jobs: dict = {}
+        self.scopes: dict = {}
         self.aborted: list = []
 
     def __getattr__(self, name: str):
         return find_call(self.node, name)
 
-    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0):
-        self.jobs[attempt] = token_ids, block_ids, cached_blocks
-        self.node.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s)
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0,
+               scope=NO_SCOPE):
+        self.jobs[attempt], self.scopes[attempt] = (token_ids, block_ids, cached_blocks), scope
+        self.node.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope)
 
 
 class _Access(FakeAccess):

@@ -116,10 +116,12 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     while True:
         order, *values = connection.recv()
         if order == "generate":
-            prompts, params = values
+            prompts, params, salts = values
             greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
             each = [SamplingParams(**{**greedy, **one}) for one in params]
-            outputs = llm.generate([{"prompt_token_ids": one} for one in prompts], each, use_tqdm=False)
+            salted = [{"cache_salt": salt} if salt else {} for salt in salts]
+            asked = [{"prompt_token_ids": one, **more} for one, more in zip(prompts, salted, strict=True)]
+            outputs = llm.generate(asked, each, use_tqdm=False)
             connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
         elif order == "abort":
             prompts, after_s = values
@@ -148,7 +150,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
 
 class RealEngine:
     """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps. `params`: SamplingParams'
-    fields for each prompt, over those of a greedy answer of `tokens` tokens. `arguments`: of `LLM`, over ours."""
+    fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts`: of each prompt, empty: none.
+    `arguments`: of `LLM`, over ours."""
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:
@@ -162,9 +165,11 @@ class RealEngine:
         assert self._receive(START_S) == "ready"
         return self
 
-    def ask(self, prompts: list[list[int]], tokens: int = 8, params: list[dict[str, Any]] | None = None) -> None:
+    def ask(self, prompts: list[list[int]], tokens: int = 8, params: list[dict[str, Any]] | None = None,
+            salts: Sequence[str] | None = None) -> None:
         each = params or [{}] * len(prompts)
-        self._connection.send(("generate", prompts, [{"max_tokens": tokens, **one} for one in each]))
+        self._connection.send(("generate", prompts, [{"max_tokens": tokens, **one} for one in each],
+                               salts or [""] * len(prompts)))
 
     def answer(self) -> list[tuple[list[int], int]]:
         return self._receive(ANSWER_S)

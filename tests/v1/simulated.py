@@ -11,7 +11,8 @@ the test likes, as long as the attempt's fence is up.
 """
 import collections
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from vllm_pd.protocol import actions, messages
 from vllm_pd.protocol.actions import AttemptEnd, Fallback, FallbackReason, Prefilled, Released
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.metaserver import request_of
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
@@ -70,9 +72,30 @@ def digest(past: int, token: int) -> int:
     return hash((past, token))  # of numbers: the same in each process
 
 
+def seed_of(salt: str | None) -> int:
+    """What comes before the first token of a prompt with this salt. A model computes the same with any salt; here other
+    KV is other content, so that whoever shares a block across two salts is seen."""
+    return zlib.crc32(salt.encode()) if salt else 0
+
+
+class ScopedTokens(list):
+    """Tokens, and what comes before them: `seed_of` their salt. So has each part that begins with the first one."""
+
+    def __init__(self, token_ids: Iterable[int], seed: int) -> None:
+        super().__init__(token_ids)
+        self.seed = seed
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        return ScopedTokens(found, self.seed) if isinstance(key, slice) and not key.start else found
+
+    def __add__(self, others):
+        return ScopedTokens(super().__add__(others), self.seed)
+
+
 def contents(token_ids: list[int]) -> list[int]:
     """The right contents of the slots of these tokens."""
-    past, found = 0, []
+    past, found = getattr(token_ids, "seed", 0), []
     for token in token_ids:
         past = digest(past, token)
         found.append(past)
@@ -104,6 +127,8 @@ class FakeProtocol:
                                      has_other_weights=False)
         self.events: collections.deque = collections.deque()
         self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
+        self.scopes: dict[Attempt, PromptScope] = {}
+        self.unable_peers: tuple[str, ...] = ()  # to do a job with a scope
         self.aborted: list[Attempt] = []
         self.notices: list[tuple[Attempt, int]] = []
         self.claimed: dict[Attempt, tuple[Attempt, bytes]] = {}
@@ -141,9 +166,14 @@ class FakeProtocol:
         assert attempt not in self.jobs
         self.posted[attempt] = url, request_id
 
-    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0):
+    def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0,
+               scope=NO_SCOPE):
         assert attempt not in self.jobs
-        self.jobs[attempt] = token_ids, block_ids, cached_blocks
+        self.jobs[attempt] = ScopedTokens(token_ids, seed_of(scope.salt)), block_ids, cached_blocks
+        self.scopes[attempt] = scope
+
+    def unable(self, scope):
+        return self.unable_peers
 
     def abort(self, attempt):
         self.aborted.append(attempt)
@@ -408,7 +438,8 @@ class Engine:
         params = fields.pop("params", None) or SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         request = Request(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params,
                           pooling_params=None, block_hasher=self.hasher, **fields)
-        self.prompts[request_id], self.wanted[request_id] = list(prompt), tokens
+        self.prompts[request_id] = ScopedTokens(prompt, seed_of(request.cache_salt))
+        self.wanted[request_id] = tokens
         self.scheduler.add_request(request)
         return request
 
@@ -449,7 +480,7 @@ class Engine:
             if isinstance(event, Released | Prefilled):
                 self.released.add(event.attempt)
             if isinstance(event, actions.Prefill):
-                self._jobs[str(event.attempt)] = event.token_ids
+                self._jobs[str(event.attempt)] = ScopedTokens(event.token_ids, seed_of(event.scope.salt))
             self.protocol.events.append(event)
         self.access.wake()
 
@@ -466,12 +497,12 @@ class Engine:
 
     # Peers of a prefill engine.
 
-    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0) -> Attempt:
+    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0, scope: PromptScope = NO_SCOPE) -> Attempt:
         """A decode engine's job, granted."""
         attempt = Attempt(PEER, "r", number)
         blocks = -(-len(prompt) // self.block_size)
         self.tell(actions.Prefill(attempt, list(prompt), list(range(100 + cached_blocks, 100 + blocks)), cached_blocks,
-                                  list(range(100, 100 + cached_blocks)), PEER))
+                                  list(range(100, 100 + cached_blocks)), PEER, scope=scope))
         return attempt
 
     def writes(self, attempt: Attempt) -> list[Write]:
@@ -548,7 +579,8 @@ class Engine:
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             start = request.num_computed_tokens - count
-            known = self._known.setdefault(request_id, list(request.prompt_token_ids))
+            known = self._known.setdefault(request_id, ScopedTokens(request.prompt_token_ids,
+                                                                    seed_of(request.cache_salt)))
             work.append((request_id, start, count, list(self.block_ids(request_id)), known, request.is_prefill_chunk))
         return work
 

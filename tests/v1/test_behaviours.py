@@ -15,6 +15,7 @@ from tests.v1.test_engine_access import Loop, park
 from tests.v1.test_hazards import PARKED, end, parked, prompt
 from vllm_pd.handover.progress import ArrivalNotice
 from vllm_pd.protocol.actions import Released
+from vllm_pd.protocol.scope import MAX_SALT_BYTES
 from vllm_pd.transfer.requests import Notice
 from vllm_pd.v1.features import can_go_remote
 
@@ -130,11 +131,15 @@ IMAGE = MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_po
     ({"mm_features": [IMAGE]}, False),
     ({"prompt_token_ids": None, "prompt_embeds": torch.zeros(100, 64)}, False),
     ({"resumable": True}, False),
-    ({"cache_salt": "s"}, False),
+    ({"cache_salt": "s"}, True),
+    ({"cache_salt": "ä" * (MAX_SALT_BYTES // 2)}, True),
+    ({"cache_salt": "ä" * (MAX_SALT_BYTES // 2) + "s"}, False),
+    ({"cache_salt": "\ud800"}, False),
     ({"sampling_params": None, "pooling_params": PoolingParams(task="embed")}, False),
     ({"request_id": "x" * 5000}, False),
 ], ids=["plain", "sampling", "grammar", "prompt logprobs", "those with a prefix hit", "prompt scores",
-        "LoRA", "image", "embeddings", "streaming input", "salt", "pooling", "long id"])
+        "LoRA", "image", "embeddings", "streaming input", "salt", "longest salt", "longer salt", "no text",
+        "pooling", "long id"])
 def test_b7_b98_what_another_engine_may_prefill(fields, goes):
     assert can_go_remote(request(**fields)) is goes
 

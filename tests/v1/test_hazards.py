@@ -487,11 +487,12 @@ def test_b90_samples_go_on_when_the_first_one_can_not(engine, outcome):
 @pytest.mark.parametrize("fields, goes", [
     ({}, True),
     ({"priority": 3}, True),
-    ({"cache_salt": "s"}, False),
+    ({"cache_salt": "s"}, True),
+    ({"cache_salt": "s" * 513}, False),
     ({"resumable": True}, False),
     ({"params": SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=1)}, False),
     ({"params": SamplingParams(max_tokens=4, temperature=0.7, seed=3, ignore_eos=True)}, True),
-], ids=["plain", "priority", "salt", "streaming input", "prompt logprobs", "seed"])
+], ids=["plain", "priority", "salt", "long salt", "streaming input", "prompt logprobs", "seed"])
 def test_b98_what_goes_remote(model_folder, in_flight, fields, goes):
     engine = Engine(model_folder, in_flight)
     engine.add("a", prompt(100), **fields)

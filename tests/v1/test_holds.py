@@ -288,7 +288,7 @@ def test_b102_p_names_itself_only_with_the_prompt_kept(model_folder, in_flight, 
         monkeypatch.setattr("vllm_pd.v1.binding.can_go_remote", lambda request: False)
     if spoil == "preempted":  # V1 may have taken the blocks of a request that ends while it is preempted
         kept = engine.binding.holds.keep
-        engine.binding.holds.keep = lambda *asked: kept(*asked[:3], asked[3][:-1], asked[4])
+        engine.binding.holds.keep = lambda *asked: kept(*asked[:4], asked[4][:-1], asked[5])
     tokens = prompt(BLOCK_SIZE if spoil == "short" else 5 * BLOCK_SIZE)
     params = {**ASKS, "do_remote_decode": 1} if spoil == "not asked" else ASKS
     if spoil == "aborted":

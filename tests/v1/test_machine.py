@@ -8,12 +8,15 @@ VLLM_PD_V1_EXAMPLES=N plays N of them.
 import os
 
 import pytest
+from vllm.v1.engine import EngineCoreRequest
 
 from tests.v1 import simulated
 from tests.v1.walk import failure, history, play, shrink
 from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
+from vllm_pd.protocol.hashes import token_digest
+from vllm_pd.protocol.scope import NO_SCOPE
 from vllm_pd.protocol.writes import AttemptWrites
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.decode import ParkedRequests
@@ -109,10 +112,28 @@ def held_for_ever(monkeypatch):
     monkeypatch.setattr(HeldPrompts, "_forget", lambda holds, hold: None)
 
 
+def salts_ignored_by_jobs(monkeypatch):
+    monkeypatch.setattr("vllm_pd.v1.prefill.EngineCoreRequest", lambda **fields: EngineCoreRequest(
+        **{**fields, "cache_salt": None}))
+
+
+def salts_ignored_on_d(monkeypatch):
+    monkeypatch.setattr("vllm_pd.v1.decode.scope_of", lambda request: NO_SCOPE)
+
+
+def salts_ignored_by_holders(monkeypatch):
+    monkeypatch.setattr("vllm_pd.v1.binding.scope_of", lambda request: NO_SCOPE)
+
+
+def salts_ignored_by_readers(monkeypatch):
+    monkeypatch.setattr("vllm_pd.handover.decode.token_digest", lambda token_ids, scope: token_digest(token_ids))
+
+
 @pytest.mark.parametrize("defect", [
+    salts_ignored_by_jobs, salts_ignored_on_d, salts_ignored_by_holders, salts_ignored_by_readers,
     no_wake, no_touch, released_at_the_fallback, any_word_resumes, sent_before_it_is_computed, sources_not_held,
     sources_of_chunks_not_held, answered_while_a_chunk_is_sent, gauges_of_the_last_but_one_update, held_for_ever])
-def test_b34_the_search_finds_planted_defects(model_folder, in_flight, defect, monkeypatch):
+def test_b34_b115_the_search_finds_planted_defects(model_folder, in_flight, defect, monkeypatch):
     defect(monkeypatch)
     monkeypatch.setattr("tests.v1.test_machine.shrink", lambda *history: ())
     assert first_failure(model_folder, in_flight, MOST)

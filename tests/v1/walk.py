@@ -21,19 +21,22 @@ from vllm.v1.request import RequestStatus
 
 from tests.v1 import simulated
 from tests.v1.drafting import TOKENS, DraftingEngine, with_drafter
-from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess
+from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess, ScopedTokens, contents, seed_of
 from tests.v1.states import StateEngine
 from tests.v1.windows import DraftingWindowEngine, WindowEngine
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.protocol.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
+from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.holds import hold_params
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.protocol.metaserver import request_of
+from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.transfer.requests import Read, Write
 
 STEPS = 60  # of a history
 STEP_S = 0.02
 PREFIXES = [[], [1] * (2 * BLOCK_SIZE), [2] * (4 * BLOCK_SIZE)]
+SALTS = ("", "s", "t")
 MOST_REQUESTS = 12
 TURNS = 3000  # far more than any history needs to end
 LOST = (FallbackReason.PEER, FallbackReason.LEASE, FallbackReason.DEADLINE)
@@ -61,6 +64,7 @@ class Setting(NamedTuple):
     windows: tuple[int, ...] = ()  # of each group of layers, 0 with full attention
     states: str = ""  # how layers with a recurrent state keep it, where some do (tests/v1/states.py)
     checkpoints: int = 0
+    salted: bool = False  # some requests have a salt
 
 
 class Step(NamedTuple):
@@ -221,7 +225,11 @@ class Walk:
             self.open[attempt] = None
             self.followed += 1
             if attempt in protocol.claimed:  # what is read is the KV of the prompt
-                protocol.jobs[attempt] = self.engine.prompts[request_of(attempt)], *protocol.jobs[attempt][1:]
+                prompt, (_, digest) = self.engine.prompts[request_of(attempt)], protocol.claimed[attempt]
+                salt = next(one for one in SALTS if token_digest(prompt, PromptScope(one)) == digest)
+                protocol.jobs[attempt] = ScopedTokens(prompt, seed_of(salt)), *protocol.jobs[attempt][1:]
+        for digest, block_ids in protocol.held.values():
+            self._check_held(digest, block_ids)
         self.held += protocol.held
         protocol.held.clear()
         for attempt in self.engine.protocol.aborted:
@@ -229,6 +237,14 @@ class Walk:
                 del self.open[attempt]
                 self.fenced.append(attempt)
         self.engine.protocol.aborted.clear()
+
+    def _check_held(self, digest: bytes, block_ids: list[int]) -> None:
+        """These blocks, of a prompt with this digest, hold its KV."""
+        right = next(contents(ScopedTokens(prompt, seed_of(salt))) for prompt in self.engine.prompts.values()
+                     for salt in SALTS if token_digest(prompt, PromptScope(salt)) == digest)
+        for at, content in enumerate(right):
+            slot = block_ids[at // BLOCK_SIZE], at % BLOCK_SIZE
+            assert self.engine.slots.get(slot) == content, f"position {at} is held in {slot}, which has other KV"
 
     def _answer(self, attempt) -> None:
         del self.open[attempt]
@@ -280,11 +296,15 @@ class Walk:
 
     def _add(self, first: int, second: int, third: int) -> None:
         tokens = 1 + third % (40 if third // 64 % 4 == 0 else 8)
-        self._add_request(self._prompt(first, second), tokens, priority=first // 3 % 3)
+        self._add_request(self._prompt(first, second), tokens, priority=first // 3 % 3, cache_salt=self._salt(third))
 
     def _add_twin(self, first: int, second: int, third: int) -> None:
         if self.engine.prompts:
-            self._add_request(list(self.engine.prompts.values())[-1], 5)
+            self._add_request(list(self.engine.prompts.values())[-1], 5, cache_salt=self._salt(first))
+
+    def _salt(self, number: int) -> str | None:
+        """That of a request: half of them have one, in some histories."""
+        return ((*SALTS, "")[number // 1024 % 4] or None) if self.setting.salted else None
 
     def _prompt(self, first: int, second: int) -> list[int]:
         """One whose beginning others have, too."""
@@ -338,7 +358,9 @@ class Walk:
         prompt = self._fitting(PREFIXES[first % 3] + [5 + self.numbers % 900] * (1 + second % 120), 1)
         self.numbers += 1
         cached = min(third % 4, (len(prompt) - 1) // BLOCK_SIZE)
-        self.jobs[str(self.engine.job(prompt, cached, self.numbers))] = prompt
+        salt = self._salt(second) or ""
+        self.jobs[str(self.engine.job(prompt, cached, self.numbers, PromptScope(salt)))] = ScopedTokens(prompt,
+                                                                                                         seed_of(salt))
 
     def _end_transfer(self, first: int, second: int, third: int) -> None:
         if alive := self._transfers():
@@ -390,16 +412,16 @@ class Walk:
 
     def _keep(self, first: int, second: int, third: int) -> None:
         """A client's prompt is to be kept for another engine to read."""
-        self._ask(self._prompt(first, second), {"do_remote_decode": True}, 1)
+        self._ask(self._prompt(first, second), {"do_remote_decode": True}, 1, self._salt(third))
 
     def _claim(self, first: int, second: int, third: int) -> None:
         """A client names the prompt that a peer keeps, which may be that of the last request."""
         prompts = list(self.engine.prompts.values())
         self._ask(prompts[-1] if prompts and third % 2 else self._prompt(first, second),
-                  hold_params(Attempt(PEER, f"held {self.numbers}", 1)), 1 + third % 8)
+                  hold_params(Attempt(PEER, f"held {self.numbers}", 1)), 1 + third % 8, self._salt(second))
 
-    def _ask(self, prompt: list[int], params: dict, tokens: int) -> None:
-        self._add_request(prompt, tokens, params=SamplingParams(
+    def _ask(self, prompt: list[int], params: dict, tokens: int, salt: str | None) -> None:
+        self._add_request(prompt, tokens, cache_salt=salt, params=SamplingParams(
             max_tokens=tokens, temperature=0, ignore_eos=True, extra_args={"kv_transfer_params": params}))
 
     def _end_hold(self, first: int, second: int, third: int) -> None:
@@ -429,7 +451,7 @@ def odd_setting(draw: random.Random) -> Setting:
 def history(seed: int, setting: Setting | None = None) -> tuple[Setting, list[Step]]:
     """What this seed stands for. Where a `setting` is given, only the steps are drawn."""
     draw = random.Random(seed)
-    drawn = odd_setting(draw)
+    drawn = odd_setting(draw)._replace(salted=seed % 3 == 2)
     weights = [weight * draw.choice(SWARM) for weight in WEIGHTS.values()]
     names = draw.choices(list(WEIGHTS), weights, k=STEPS)
     return setting or drawn, [Step(name, *(draw.randrange(1 << 16) for _ in range(3))) for name in names]

@@ -17,6 +17,7 @@ from tests.v1.drafting import DraftingEngine
 from tests.v1.simulated import PEER, Engine, WrongRead, WrongWrite, contents
 from vllm_pd.protocol import actions
 from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 from vllm_pd.transfer.requests import Write
 
 NULL = 0  # V1's filler in a block table
@@ -70,12 +71,13 @@ class WindowEngine(Engine):
         for at in range(number * self.block_size, min(tokens, len(found), (number + 1) * self.block_size)):
             self.slots[block, at % self.block_size] = group, found[at]
 
-    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0) -> Attempt:
+    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0, scope: PromptScope = NO_SCOPE) -> Attempt:
         attempt = Attempt(PEER, "r", number)
         self._cached_of[str(attempt)] = cached_blocks
         count = len(self.rows(len(prompt), cached_blocks))
         ids = list(range(REMOTE, REMOTE + cached_blocks + count))
-        self.tell(actions.Prefill(attempt, list(prompt), ids[cached_blocks:], cached_blocks, ids[:cached_blocks], PEER))
+        self.tell(actions.Prefill(attempt, list(prompt), ids[cached_blocks:], cached_blocks, ids[:cached_blocks], PEER,
+                                  scope=scope))
         return attempt
 
     def check_sent_write(self, write: Write, prompt: list[int]) -> None:

@@ -9,16 +9,16 @@ import collections
 from collections.abc import Sequence
 
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.hashes import chain, pack_tokens, root_seed
+from vllm_pd.protocol.hashes import chain, pack_tokens, scope_seed
 
 BLOCK_TOKENS = 128  # more than engines have: less to remember; a hit counts for up to 127 tokens less
 MAX_BLOCKS = 8192  # remembered of one engine: a million tokens
 
 
 def block_names(job: m.Job) -> list[int]:
-    """The names of the full blocks of the job's prompt, as many as a memory can hold."""
+    """The names of the full blocks of the job's prompt in its scope, as many as a memory can hold."""
     token_ids = job.token_ids[:MAX_BLOCKS * BLOCK_TOKENS]
-    return chain(pack_tokens(token_ids), BLOCK_TOKENS, root_seed(None))
+    return chain(pack_tokens(token_ids), BLOCK_TOKENS, scope_seed(job.scope))
 
 
 class PromptMemory:

@@ -41,7 +41,7 @@ class QueueLimits(msgspec.Struct, frozen=True):
 
 def may_take(taker: m.Member, job: m.Job, owner: m.Member) -> bool:
     """Whether this member may do that job of the owner's."""
-    return taker.incarnation not in job.avoid and may_prefill_for(taker, owner)
+    return taker.incarnation not in job.avoid and job.scope.is_read_by(taker.scopes) and may_prefill_for(taker, owner)
 
 
 def may_prefill_for(taker: m.Member, owner: m.Member) -> bool:

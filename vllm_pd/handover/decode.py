@@ -36,6 +36,7 @@ from vllm_pd.protocol.holds import asks_for_hold, named_hold
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.protocol.metaserver import external_id, named_metaserver, posted_name, request_of
 from vllm_pd.protocol.rows import BlockRows
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferRequest
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class DecodeHandover(ABC, Generic[R]):
             return None
         if not self._session.state.hands_over:
             return Decision(False, Reason.ROLE) if self._asked(request) is AskedPlace.REMOTE else None
-        return self._decide(request, cached_tokens, remote, self._session.view(remote.failed_peers),
+        return self._decide(request, cached_tokens, remote, self._session.view(self._useless(request, remote)),
                             self._count_blocks(), len(self._parked()))
 
     def commit(self, request: R, decision: Decision) -> Attempt | None:
@@ -216,7 +217,7 @@ class DecodeHandover(ABC, Generic[R]):
         """The request is parked: submit its job. `block_ids` are the rows of what a peer is to have computed of its
         prompt, the cached prefix included (`protocol.rows`)."""
         cached_blocks = cached_tokens // self._capacity.block_size
-        remote, prompt = self._requests[request], self._prompt(request)
+        remote, prompt, scope = self._requests[request], self._prompt(request), self._scope(request)
         remote.parked_at = time.monotonic()
         self._session.note_prompt(self._request_id(request), attempts=remote.attempts, cached_tokens=cached_tokens,
                                   peer=remote.hold.incarnation if remote.hold is not None else "", outcome="",
@@ -226,7 +227,7 @@ class DecodeHandover(ABC, Generic[R]):
             self._batch.remove(request)
         if remote.hold is not None:
             hold, remote.hold = remote.hold, None
-            self._session.claim_hold(attempt, hold, token_digest(prompt), list(block_ids),
+            self._session.claim_hold(attempt, hold, token_digest(prompt, scope), list(block_ids),
                                       cached_blocks, self._time_left_s(remote))
             return
         if self.send_grants is not None:
@@ -234,7 +235,7 @@ class DecodeHandover(ABC, Generic[R]):
         if remote.metaserver is not None:
             self._session.post_job(attempt, remote.metaserver, external_id(self._request_id(request)))
         self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers,
-                              self._time_left_s(remote), self._priority(request))
+                              self._time_left_s(remote), self._priority(request), scope)
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
@@ -325,7 +326,8 @@ class DecodeHandover(ABC, Generic[R]):
         views: dict[tuple[str, ...], QueueView] = {}
         blocks, parked, local = self._count_blocks(), self._parked(), []
         for attempt, remote in failed:
-            request, avoid = parked[attempt], remote.request.failed_peers
+            request = parked[attempt]
+            avoid = self._useless(request, remote.request)
             if avoid not in views:
                 views[avoid] = self._session.view(avoid)
             free_again = remote.blocks if remote.released else 0
@@ -471,7 +473,7 @@ class DecodeHandover(ABC, Generic[R]):
                             total_blocks=self._capacity.total_blocks,
                             parked_requests=parked_requests,
                             total_requests=self._capacity.total_requests,
-                            expected=self._expected(tokens - cached_tokens, remote.failed_peers),
+                            expected=self._expected(tokens - cached_tokens, self._useless(request, remote)),
                             asked=self._asked(request),
                             whole_blocks=theirs // rows.block_size - cached_blocks)
         hold = None if remote.hold_settled else self._hold(request)
@@ -480,6 +482,11 @@ class DecodeHandover(ABC, Generic[R]):
                 self._policy):
             return Decision(True, Reason.HELD)
         return decide(found, self._policy)
+
+    def _useless(self, request: R, remote: RemoteRequest) -> tuple[str, ...]:
+        """The prefill engines that have failed at this request, or can't do jobs like it."""
+        scope = self._scope(request)
+        return remote.failed_peers if scope == NO_SCOPE else (*remote.failed_peers, *self._session.unable(scope))
 
     def _expected(self, tokens: int, avoid: tuple[str, ...]) -> Expected | None:
         """When a prompt with so many tokens to compute would have its first token, here and there. None with a fixed
@@ -537,6 +544,10 @@ class DecodeHandover(ABC, Generic[R]):
     @abstractmethod
     def _prompt(self, request: R) -> list[int]:
         """The token ids of its prompt that a peer is to compute, those of its prefix hit included."""
+
+    def _scope(self, request: R) -> PromptScope:
+        """What decides beside these whose KV the prompt may use."""
+        return NO_SCOPE
 
     @abstractmethod
     def _priority(self, request: R) -> int:

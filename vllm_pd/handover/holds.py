@@ -19,6 +19,7 @@ from vllm_pd.protocol.actions import DropPeer, Event, HoldEnded, ReadHold, StopR
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.holds import asks_for_hold, hold_params, named_hold
 from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
     CancelTransfer,
@@ -85,16 +86,16 @@ class HeldPrompts:
         it is to be kept for a decode engine, and not read from another engine."""
         return bool(self._most_blocks) and asks_for_hold(extra_args) and named_hold(extra_args) is None
 
-    def keep(self, request_id: str, extra_args: Any, token_ids: list[int], block_ids: list[int],
+    def keep(self, request_id: str, extra_args: Any, token_ids: list[int], scope: PromptScope, block_ids: list[int],
              set_aside: int) -> dict[str, Any] | None:
-        """A client's request has ended whose prompt is computed, and still has these blocks. Keep those of the prompt,
-        if its `extra_args` ask for that. `set_aside`: how many blocks this engine has set aside as a decode engine.
-        Returns what the answer is to say, None where nothing is kept. The samples of a request with n > 1 have one hold
-        together: its answer names that of the sample which ends last."""
+        """A client's request has ended whose prompt is computed in this scope, and still has these blocks. Keep those
+        of the prompt, if its `extra_args` ask for that. `set_aside`: how many blocks this engine has set aside as a
+        decode engine. Returns what the answer is to say, None where nothing is kept. The samples of a request with
+        n > 1 have one hold together: its answer names that of the sample which ends last."""
         blocks = -(-len(token_ids) // self._block_size)
         if not self._most_blocks or not asks_for_hold(extra_args) or not LEAST_BLOCKS <= blocks <= len(block_ids):
             return None
-        digest = token_digest(token_ids)
+        digest = token_digest(token_ids, scope)
         sample = _parent_id(request_id), digest
         hold = self._samples.get(sample)
         if hold is None:

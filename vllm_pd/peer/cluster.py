@@ -8,6 +8,7 @@ import msgspec
 from vllm_pd.broker.changes import RegistryView
 from vllm_pd.errors import PeerMismatch
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.rpc.locality import stays_on_loopback
 
 SILENT_HEARTBEATS = 3
@@ -140,6 +141,10 @@ class ClusterView:
         """The registered prefill engines that fit, are in `greeted` and reach us: no other takes a job of ours."""
         return [member.incarnation for member in self._prefills if member.incarnation in greeted
                 and member.incarnation not in self._seems_dead and self.member.incarnation not in member.unreached]
+
+    def unable(self, scope: PromptScope) -> list[str]:
+        """The registered prefill engines that fit, but for jobs of this scope."""
+        return [member.incarnation for member in self._prefills if not scope.is_read_by(member.scopes)]
 
     def zones(self, greeted: Collection[str], avoid: Collection[str] = ()) -> dict[str, str]:
         """The zones of the prefill engines that `view` counts, by incarnation."""

@@ -15,6 +15,7 @@ from vllm_pd.peer.core import PeerCore, Session, locked
 from vllm_pd.peer.own_jobs import PrefillLoads
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import AttemptEnd, Fallback, FallbackReason, Released, ToPrefill
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 
 
 class DecodeSession(Session):
@@ -32,16 +33,18 @@ class DecodeSession(Session):
 
     @locked
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-               avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0) -> None:
+               avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0,
+               scope: PromptScope = NO_SCOPE) -> None:
         """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
         blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
         caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
         if self._is_shut_for(attempt):
             return
         now = self._clock()
-        failed = self._core.failed_paths.avoided(now).difference(avoid)
-        avoid = (*avoid, *sorted(failed))[:m.MAX_AVOIDED]
-        self._do(self._decode.submit(now, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority))
+        useless = self._core.failed_paths.avoided(now).union(self._cluster.unable(scope)).difference(avoid)
+        avoid = (*avoid, *sorted(useless))[:m.MAX_AVOIDED]
+        self._do(self._decode.submit(now, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority,
+                                     scope))
 
     @locked
     def post_job(self, attempt: m.Attempt, url: str, request_id: str) -> None:
@@ -129,6 +132,11 @@ class DecodeSession(Session):
     def note_prompt(self, request_id: str, **fields: Any) -> None:
         """Remember more of a prompt that was decided about; `fields` likewise."""
         self._core.prompts.note(request_id, **fields)
+
+    @locked
+    def unable(self, scope: PromptScope) -> tuple[str, ...]:
+        """The prefill engines that can't do a job of this scope, and any other."""
+        return tuple(self._cluster.unable(scope))
 
     @locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:

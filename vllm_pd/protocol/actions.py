@@ -9,6 +9,7 @@ from typing import get_args
 import msgspec
 
 from vllm_pd.protocol.messages import Attempt, Job, Message, Timings
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 
 
 class AttemptEnd(StrEnum):
@@ -88,7 +89,7 @@ class StopRead(msgspec.Struct, frozen=True):
 class Prefill(msgspec.Struct, frozen=True):
     """P: prefill this prompt. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before
     them in D's cache, and `cached_block_ids` says where. `peer` is D's transport name (`names`), added by an earlier
-    `AddPeer`. `priority` is that of D's request."""
+    `AddPeer`. `priority` and `scope` are those of D's request."""
     attempt: Attempt
     token_ids: list[int]
     block_ids: list[int]
@@ -96,6 +97,7 @@ class Prefill(msgspec.Struct, frozen=True):
     cached_block_ids: list[int]
     peer: str
     priority: int = 0
+    scope: PromptScope = NO_SCOPE
 
     def new_tokens(self, block_size: int) -> int:
         """Tokens of the prompt that D has not cached; as `Job.new_tokens`."""

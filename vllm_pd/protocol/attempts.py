@@ -7,6 +7,7 @@ import msgspec
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.generations import DOUBT_S
 from vllm_pd.protocol.moments import LONG_AGO, NEVER
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 
 
 class AttemptState(Enum):
@@ -40,10 +41,11 @@ class AttemptRecord:
     """One open attempt. Times are those of the caller's clock."""
 
     def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-                 avoid: tuple[str, ...], priority: int):
+                 avoid: tuple[str, ...], priority: int, scope: PromptScope = NO_SCOPE):
         self.attempt = attempt
         self.avoid = avoid
         self.priority = priority
+        self.scope = scope
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks
@@ -79,6 +81,18 @@ class AttemptRecord:
         if self.given_up or self.seems_lost:
             return LONG_AGO
         return self.cancelled_at + DOUBT_S if self.state.ended else NEVER
+
+    def job(self, now: float, address: str, cached_tokens: int, avoid: tuple[str, ...]) -> m.Job:
+        """What a P has to do. `address` is that of this engine, of whose prefix hit these are the tokens."""
+        return m.Job(self.attempt, address, self.token_ids, cached_tokens, max(0.0, self.deadline - now), avoid=avoid,
+                     priority=self.priority, scope=self.scope)
+
+    def due(self, broker_lost_at: float | None, ttl_s: float) -> float:
+        """When there is next something to do about it. `broker_lost_at`: since when there is no broker."""
+        if self.state is AttemptState.QUEUED:
+            lost = [self.waited_from(at) + ttl_s for at in (broker_lost_at, self.peers_lost_at) if at is not None]
+            return min(self.deadline, self.next_put, *lost)
+        return min(self.deadline, self.lease_until) if self.state is AttemptState.GRANTED else self.next_cancel
 
     def waited_from(self, lost_at: float) -> float:
         """Since when it has waited for what was lost then."""

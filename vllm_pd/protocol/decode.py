@@ -34,6 +34,7 @@ from vllm_pd.protocol.attempts import AttemptRecord, AttemptState, DecodeLimits
 from vllm_pd.protocol.generations import Generations, is_elsewhere
 from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.moments import LONG_AGO, NEVER
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 _SEEMS_DEAD = "the prefill engine, on another machine, can't be reached any more"
@@ -79,16 +80,16 @@ class DecodeProtocol:
 
     def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
                cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None,
-               priority: int = 0) -> list[Action]:
+               priority: int = 0, scope: PromptScope = NO_SCOPE) -> list[Action]:
         """Queue a job for any P but those to `avoid`. The caller keeps the blocks set aside until `Prefilled` or
-        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. `priority`: see `Job`.
+        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. The rest: see `Job`.
         Attempt numbers must grow from call to call (ValueError), or a late notice could be taken for another
         attempt's."""
         if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
             raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
         self._last_number = attempt.number
         priority = max(-m.MAX_PRIORITY, min(m.MAX_PRIORITY, int(priority)))  # a client's may be any number
-        record = AttemptRecord(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority)
+        record = AttemptRecord(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority, scope)
         self._records[attempt] = record
         record.submitted = now
         record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
@@ -416,6 +417,10 @@ class DecodeProtocol:
                 return self._deny(sender, message, m.DenyReason.TAKEN)
             self.dropped["claim_duplicate"] += 1
             return [ToPrefill(sender, self._grant(record))]
+        if message.scope != record.scope.digest:  # of an older release, or the job has lost it at an older broker
+            record.avoid += (sender, )
+            record.next_put = now
+            return self._deny(sender, message, m.DenyReason.AVOIDED)
         if message.generation != self.generations.current:  # it is to learn the present one
             return self._deny(sender, message, m.DenyReason.UNPEERED)
         record.state, record.fenced = AttemptState.GRANTED, True
@@ -526,9 +531,7 @@ class DecodeProtocol:
         record.next_put = now + self.limits.claim_retry_s
         parted = sorted(self.parted.difference(record.avoid), key=lambda name: (name not in self._listed, name))
         avoid = (*record.avoid, *parted)[:m.MAX_AVOIDED]  # first of all those that may be offered it
-        job = m.Job(record.attempt, self.member.address, record.token_ids, self._cached_tokens(record),
-                    max(0.0, record.deadline - now), avoid=avoid, priority=record.priority)
-        return [ToBroker(m.Put(job))]
+        return [ToBroker(m.Put(record.job(now, self.member.address, self._cached_tokens(record), avoid)))]
 
     def _cached_tokens(self, record: AttemptRecord) -> int:
         return record.cached_blocks * self.member.fingerprint.block_size
@@ -537,15 +540,7 @@ class DecodeProtocol:
         return max(0, len(record.token_ids) - self._cached_tokens(record))
 
     def _due(self, record: AttemptRecord) -> float:
-        if record.state is AttemptState.QUEUED:
-            due = min(record.deadline, record.next_put)
-            for lost_at in (self._broker_lost_at, record.peers_lost_at):
-                if lost_at is not None:
-                    due = min(due, record.waited_from(lost_at) + self.limits.ttl_s)
-            return due
-        if record.state is AttemptState.GRANTED:
-            return min(record.deadline, record.lease_until)
-        return record.next_cancel
+        return record.due(self._broker_lost_at, self.limits.ttl_s)
 
     def _on_due(self, now: float, record: AttemptRecord) -> list[Action]:
         if record.state.ended:

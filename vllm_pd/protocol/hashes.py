@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from xxhash import xxh3_64_intdigest
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 
 TOKEN_BYTES = 4
 
@@ -20,6 +21,11 @@ TOKEN_BYTES = 4
 def root_seed(lora: int | str | None = None) -> int:
     """The seed of a prompt's first block. `lora` is the adapter's name or number in the events, None the base model."""
     return 0 if lora is None else xxh3_64_intdigest(f"lora:{lora}".encode()) or 1
+
+
+def scope_seed(scope: PromptScope) -> int:
+    """The seed of the first block of a job's prompt, where whoever chooses its prefill engine names blocks."""
+    return root_seed(None) if scope == NO_SCOPE else xxh3_64_intdigest(b"scope:" + scope.digest) or 1
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -30,10 +36,12 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
         raise ConfigError("token_ids", _brief(token_ids), f"give integers from 0 to 2^32-1 ({error})") from None
 
 
-def token_digest(token_ids: Sequence[int]) -> bytes:
-    """The SHA-256 of the token ids: 32 bytes. Unlike the names below it decides whose KV a prompt gets, so nobody must
-    be able to make two prompts with the same one. Raises ConfigError as `pack_tokens`."""
-    return hashlib.sha256(pack_tokens(token_ids)).digest()
+def token_digest(token_ids: Sequence[int], scope: PromptScope = NO_SCOPE) -> bytes:
+    """The SHA-256 of the token ids and, where there is one, of the scope: 32 bytes. Unlike the names below it decides
+    whose KV a prompt gets, so nobody must be able to make two prompts with the same one. Raises ConfigError as
+    `pack_tokens`."""
+    # One byte more than whole tokens, so that no tokens alone are the same bytes.
+    return hashlib.sha256(pack_tokens(token_ids) + (scope.digest and scope.digest + b"s")).digest()
 
 
 def claim_number(secret: bytes, count: int) -> int:

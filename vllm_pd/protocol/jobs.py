@@ -8,6 +8,7 @@ from vllm_pd.protocol.generations import DOUBT_S
 from vllm_pd.protocol.holds import HoldLimits
 from vllm_pd.protocol.moments import NEVER
 from vllm_pd.protocol.peering import PeeringLimits
+from vllm_pd.protocol.rows import BlockRows
 
 _MAX_OPEN_RENEWALS = 4  # a lease contains three
 
@@ -71,6 +72,18 @@ class OfferedJob:
         if self.state is JobState.UNPROVEN and self.is_elsewhere:
             return min(self.next_ask, self.unproven_until)
         return NEVER
+
+    def problem(self, now: float, rows: BlockRows, grant: m.Grant) -> str:
+        """What is wrong with this grant of its claim, by an engine whose groups of blocks these are; empty: nothing."""
+        tokens = len(self.job.token_ids)
+        blocks = -(-tokens // rows.block_size)
+        if grant.cached_blocks >= blocks:
+            return f"{grant.cached_blocks} of {blocks} blocks are cached: nothing to do"
+        if not len(set(grant.block_ids)) == len(grant.block_ids) == rows.count(tokens, grant.cached_blocks):
+            return f"{len(grant.block_ids)} blocks granted for {tokens} tokens of {rows.block_size} a block"
+        if now >= self.lease_until:
+            return "the lease was over when it came"
+        return ""
 
     @property
     def doubted_at(self) -> float:

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_pd.protocol.rows import BlockRows
+from vllm_pd.protocol.scope import MAX_SCOPES, NO_SCOPE, PromptScope
 
 PROTOCOL = 3
 
@@ -160,7 +161,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     still exists; `lifeline` is a listening socket that nothing but the end of the process closes, for all others.
     `draining`: it takes no new jobs. `http`: the base URL of its OpenAI server, as far as it has one and others can
     reach it. `unreached`: decode engines that do not answer it, so it takes no jobs of theirs. `zone`: the setting;
-    empty: none, as of one of an older release."""
+    empty: none. `scopes`: what it reads of the scope of a job. One of an older release has neither."""
     incarnation: Name
     role: Role
     address: Text
@@ -173,6 +174,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     http: Text = ""
     unreached: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_UNREACHED)] = ()
     zone: Annotated[str, msgspec.Meta(max_length=MAX_ZONE_CHARS)] = ""
+    scopes: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_SCOPES)] = ()
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
@@ -209,7 +211,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     have failed at it before, or can't reach D any more. `priority` is that of the request: lower comes first, where P
     schedules by priority. `prefer` is the incarnation of the P that D would choose, where nobody chooses for all
     (NATS); empty: none. `detours`: Ps, by incarnation, whose path to D takes so much longer than that of the nearest.
-    One of an older release has none of the three, and an older P ignores them."""
+    One of an older release has none of the three, and an older P ignores them. `scope`: whose KV it is, beside the
+    tokens; an older P ignores it, too, but gets no grant then."""
     attempt: Attempt
     address: Text
     token_ids: TokenIds
@@ -219,6 +222,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     priority: Priority = 0
     prefer: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
     detours: Annotated[tuple[tuple[Name, Seconds], ...], msgspec.Meta(max_length=MAX_DETOURS)] = ()
+    scope: PromptScope = NO_SCOPE
 
     @property
     def new_tokens(self) -> int:
@@ -259,11 +263,12 @@ class Refused(WireMessage):
 
 class Claim(WireMessage):
     """P claims this attempt; `ranks` of its processes will write, and each gives notice. They will reach D's memory in
-    `generation` of D."""
+    `generation` of D. `scope`: the digest of the scope that P has read in the job."""
     attempt: Attempt
     claim: Count
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     generation: Count = 0
+    scope: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class Grant(WireMessage):
@@ -345,7 +350,7 @@ class Stopped(WireMessage):
 
 
 class ClaimHold(WireMessage):
-    """D wants to read what P holds under this name, for a prompt whose token ids have this digest
+    """D wants to read what P holds under this name, for a prompt whose token ids and scope have this digest
     (`protocol.hashes.token_digest`), in `generation` of P. Repeated until the answer, and while D reads."""
     attempt: Attempt
     hold: Attempt

@@ -148,6 +148,8 @@ class PrefillProtocol:
             return self._drop("offer_own")
         if attempt in self._jobs:
             return self._drop("offer_duplicate")
+        if not job.scope.is_read_by(self.member.scopes):
+            return self._drop("offer_scope")
         if len(self._jobs) - len(self.unproven_jobs()) >= self.limits.max_jobs:
             return self._drop("offer_too_many")
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
@@ -386,8 +388,7 @@ class PrefillProtocol:
         job.lease_s = grant.lease_s
         job.lease_until = job.claimed_at + grant.lease_s
         job.next_renew = now + grant.lease_s / 3
-        problem = self._problem(now, job, grant)
-        if problem:
+        if problem := job.problem(now, self.member.fingerprint.rows, grant):
             self.dropped["grant_bad"] += 1
             return self.failed(now, job.attempt, problem)
         if sender in self.parted:
@@ -403,18 +404,7 @@ class PrefillProtocol:
         self.counters["granted"] += 1
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
                         grant.block_ids[:grant.cached_blocks], generation_name(sender, job.generation),
-                        job.job.priority)]
-
-    def _problem(self, now: float, job: OfferedJob, grant: m.Grant) -> str:
-        rows, tokens = self.member.fingerprint.rows, len(job.job.token_ids)
-        blocks = -(-tokens // rows.block_size)
-        if grant.cached_blocks >= blocks:
-            return f"{grant.cached_blocks} of {blocks} blocks are cached: nothing to do"
-        if not len(set(grant.block_ids)) == len(grant.block_ids) == rows.count(tokens, grant.cached_blocks):
-            return f"{len(grant.block_ids)} blocks granted for {tokens} tokens of {rows.block_size} a block"
-        if now >= job.lease_until:
-            return "the lease was over when it came"
-        return ""
+                        job.job.priority, job.job.scope)]
 
     def _on_deny(self, now: float, sender: str, deny: m.Deny) -> list[Action]:
         job = self._held(sender, deny, JobState.CLAIMING)
@@ -492,7 +482,8 @@ class PrefillProtocol:
 
     def _claim_of(self, job: OfferedJob) -> m.Claim:
         fingerprint = self.member.fingerprint
-        return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp, job.generation)
+        return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp, job.generation,
+                       job.job.scope.digest)
 
     def _give_up(self, now: float, job: OfferedJob) -> list[Action]:
         """Have the engine stop this job, or forget one that the engine does not have."""

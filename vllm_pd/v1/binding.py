@@ -28,7 +28,7 @@ from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
-from vllm_pd.v1.features import can_go_remote
+from vllm_pd.v1.features import can_go_remote, scope_of
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
 from vllm_pd.v1.prefill import InternalRequests
 
@@ -121,7 +121,8 @@ class EngineHandover(HandoverEngine):
                 self.prefill_jobs.drop_prompt(request.request_id)
             if request.status in _COMPUTED and can_go_remote(request):
                 params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
-                                     request.prompt_token_ids, tables[0], self.remote_prefills.set_aside_blocks)
+                                     request.prompt_token_ids, scope_of(request), tables[0],
+                                     self.remote_prefills.set_aside_blocks)
         self.changed()
         return params
 

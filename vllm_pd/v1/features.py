@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_pd.protocol.messages import MAX_ID_CHARS
+from vllm_pd.protocol.scope import NO_SCOPE, PromptScope, fits_salt
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
@@ -20,6 +21,11 @@ def scores_prompt(params: SamplingParams) -> bool:
     return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
 
 
+def scope_of(request: Request) -> PromptScope:
+    """What decides, beside its tokens, whose KV the prompt of a request may use that can go remote."""
+    return PromptScope(request.cache_salt) if request.cache_salt else NO_SCOPE
+
+
 def can_go_remote(request: Request) -> bool:
     """Whether another engine may prefill this request's prompt."""
     params = request.sampling_params
@@ -27,8 +33,8 @@ def can_go_remote(request: Request) -> bool:
         return False  # pooled, or computed in the prompt step only; the latter's connector's answer is ignored upstream
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
         return False  # the prompt is more than token ids
-    if request.lora_request is not None or request.cache_salt is not None:
-        return False  # the peer may have another adapter of that name; its cache would be shared across salts
+    if request.lora_request is not None or not fits_salt(request.cache_salt or ""):
+        return False  # the peer may have another adapter of that name; a job carries no salt of any length
     if request.resumable:
         return False  # the prompt goes on while it is prefilled
     return len(request.request_id) <= MAX_ID_CHARS

@@ -237,8 +237,8 @@ class InternalRequests(PrefillHandover):
             return self._access.add(EngineCoreRequest(
                 request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=None,
                 sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
-                pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
-                data_parallel_rank=None, priority=job.prefill.priority))
+                pooling_params=None, arrival_time=time.time(), lora_request=None,
+                cache_salt=job.prefill.scope.salt or None, data_parallel_rank=None, priority=job.prefill.priority))
         except Exception:
             self.forget(job.request_id)
             raise

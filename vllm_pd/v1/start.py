@@ -7,10 +7,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from vllm_pd.decisions.prefix import PrefixReads
 from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
 from vllm_pd.peer.agent import ControlAgent
+from vllm_pd.protocol.scope import SALT
 from vllm_pd.rpc.ports import require_free_front
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.heap import freeze_heap
@@ -48,8 +51,8 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                    f"with windows of {rows.windows} tokens (0: all); --disable-hybrid-kv-cache-manager has both")
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
-                                              config.holds_prompts, rows.windows,
-                                              states_name(groups))
+                                              config.holds_prompts, rows.windows, states_name(groups))
+    member = msgspec.structs.replace(member, scopes=(SALT, ))
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
     require_free_front(front, vllm_config.kv_transfer_config.engine_id)
     agent = ControlAgent(config, member, metadata, wake=access.wake, front=front, look=transfer.watch)

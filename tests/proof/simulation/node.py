@@ -19,6 +19,7 @@ from vllm_pd.protocol.actions import Connect, Disconnect, Event, ToBroker, ToDec
 from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import Generations, is_elsewhere
 from vllm_pd.protocol.prefill import PrefillProtocol
+from vllm_pd.protocol.scope import NO_SCOPE, SALT, PromptScope
 from vllm_pd.settings.engine import PDConfig
 
 from .kernel import Kernel, Process
@@ -70,10 +71,10 @@ class Node(Process):
     def __init__(self, name: str, role: m.Role, config: PDConfig, post: Post, *,
                  machine: str = "", decode_type: type[DecodeProtocol] = DecodeProtocol,
                  prefill_type: type[PrefillProtocol] = PrefillProtocol,
-                 generations_type: type[Generations] = Generations):
+                 generations_type: type[Generations] = Generations, scopes: tuple[str, ...] = (SALT, )):
         super().__init__(name)
         self.config = config
-        self.member = m.Member(name, role, "tcp://127.0.0.1:1", FINGERPRINT, host_id=machine)
+        self.member = m.Member(name, role, "tcp://127.0.0.1:1", FINGERPRINT, host_id=machine, scopes=scopes)
         self.wake: Callable[[], None] = lambda: None
         self._post, self._kernel = post, post.kernel
         self._timer: float | None = None
@@ -133,8 +134,9 @@ class Node(Process):
         return self.protocol.decode.next_attempt(request_id)
 
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-               avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0) -> None:
-        self.protocol.decode.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority)
+               avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0,
+               scope: PromptScope = NO_SCOPE) -> None:
+        self.protocol.decode.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope)
         self._speak()
 
     def abort(self, attempt: m.Attempt) -> None:
