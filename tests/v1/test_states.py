@@ -10,6 +10,7 @@ from tests.v1.test_windows import LENGTHS, hand_over, only_the_first_group_is_fe
 from tests.v1.walk import failure, history, shrink
 from vllm_pd.protocol.rows import STATE, BlockRows
 from vllm_pd.v1.connector import PDConnector
+from vllm_pd.v1.prefill import InternalRequests
 
 GROUPS = [(0, STATE), (STATE, 0, STATE)]
 MODES = ["align", "none"]
@@ -100,15 +101,17 @@ def test_b114_b20_b34_any_order(model_folder, in_flight):
     assert not first_failure(model_folder, in_flight, HISTORIES)
 
 
-def the_state_of_the_block_before(monkeypatch):
-    pick = BlockRows.pick
+def states_of_another_group(monkeypatch):
+    """On P alone."""
+    finished = InternalRequests.finished
 
-    def mistaken(rows, tables, tokens, cached):
-        found = pick(rows, tables, tokens, cached)
-        before = [table[-2] for table, window in zip(tables, rows.windows, strict=True) if window and len(table) > 1]
-        return found[:len(found) - len(before)] + before if all(before) else found
+    def mistaken(jobs, request, tables, progress):
+        lead = jobs._rows.lead
+        swapped = [table for group, table in enumerate(tables) if group != lead][::-1]
+        swapped.insert(lead, tables[lead])
+        finished(jobs, request, tuple(swapped), progress)
 
-    monkeypatch.setattr(BlockRows, "pick", mistaken)
+    monkeypatch.setattr(InternalRequests, "finished", mistaken)
 
 
 def zeroed_while_a_peer_writes(monkeypatch):
@@ -123,7 +126,7 @@ def jobs_go_on_after_their_prompt(monkeypatch):
     monkeypatch.setattr(module, "SamplingParams", lambda **fields: made(**{**fields, "max_tokens": 2}))
 
 
-@pytest.mark.parametrize("defect", [whole_prompts, only_the_first_group_is_fenced, the_state_of_the_block_before,
+@pytest.mark.parametrize("defect", [whole_prompts, only_the_first_group_is_fenced, states_of_another_group,
                                     zeroed_while_a_peer_writes, jobs_go_on_after_their_prompt])
 def test_b114_the_search_finds_planted_defects(model_folder, in_flight, defect, monkeypatch):
     defect(monkeypatch)
