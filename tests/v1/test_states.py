@@ -6,7 +6,15 @@ import pytest
 from tests.v1 import simulated
 from tests.v1.simulated import BLOCK_SIZE, WrongRead
 from tests.v1.states import StateEngine
-from tests.v1.test_windows import LENGTHS, hand_over, only_the_first_group_is_fenced, prompt_of, whole_prompts
+from tests.v1.test_windows import (
+    LENGTHS,
+    hand_over,
+    hand_over_with_hits,
+    only_the_first_group_is_fenced,
+    prompt_of,
+    send_every_length,
+    whole_prompts,
+)
 from tests.v1.walk import failure, history, shrink
 from vllm_pd.protocol.rows import STATE, BlockRows
 from vllm_pd.v1.connector import PDConnector
@@ -43,31 +51,14 @@ def test_b114_every_length_of_a_remote_prompt(model_folder, groups, mode):
 @pytest.mark.parametrize("mode, chunks", [("align", False), ("align", True), ("none", True)])
 def test_b114_every_length_of_a_job(model_folder, groups, batch_tokens, mode, chunks, checkpoints):
     """P sends the state after the prompt, with D's prefix hit or without, whole or in chunks."""
-    engine = StateEngine(model_folder, windows=groups, mode=mode, checkpoints=checkpoints, blocks=200,
-                         push_chunks=chunks, batch_tokens=batch_tokens)
-    for number, length in enumerate(LENGTHS):
-        prompt = prompt_of(length)
-        cached = number % (-(-length // BLOCK_SIZE))
-        attempt = engine.job(prompt, cached, number)
-        engine.run()
-        engine.check_sent(attempt, prompt)
-        engine.transfer.end(str(attempt))
-        engine.run()
-    assert engine.sent_rows > len(LENGTHS) * len(groups)
-    engine.check_at_rest()
+    send_every_length(StateEngine(model_folder, windows=groups, mode=mode, checkpoints=checkpoints, blocks=200,
+                                  push_chunks=chunks, batch_tokens=batch_tokens))
 
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_b114_a_prefix_hit_of_every_length(model_folder, groups):
     """D has the KV of the beginning, mostly without the state after it: P writes the rest, and the state."""
-    engine, hits = StateEngine(model_folder, windows=groups, blocks=400), []
-    for length in range(3 * BLOCK_SIZE, 140, 5):
-        whole = [length] * 3 + prompt_of(length)
-        hand_over(engine, f"first {length}", whole[:length // 2])
-        hand_over(engine, f"second {length}", whole)
-        hits.append(engine.protocol.jobs[engine.attempt(f"second {length}")][2])
-    assert len(set(hits)) >= 3 and sum(map(bool, hits)) > len(hits) // 2, "others were evicted"
-    engine.check_at_rest()
+    hand_over_with_hits(StateEngine(model_folder, windows=groups, blocks=400))
 
 
 def test_b114_whole_prompts_would_be_wrong_everywhere(model_folder, monkeypatch):

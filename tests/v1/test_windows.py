@@ -36,6 +36,32 @@ def hand_over(engine: WindowEngine, name: str, prompt: list[int]) -> None:
     assert engine.outputs[name] == answer(prompt, 4)
 
 
+def send_every_length(engine: WindowEngine) -> None:
+    """Jobs, one after the other, of which D has more or less in its cache."""
+    for number, length in enumerate(LENGTHS):
+        prompt = prompt_of(length)
+        cached = number % (-(-length // BLOCK_SIZE))
+        attempt = engine.job(prompt, cached, number)
+        engine.run()
+        engine.check_sent(attempt, prompt)
+        engine.transfer.end(str(attempt))
+        engine.run()
+    assert engine.sent_rows > len(LENGTHS) * len(engine.windows)
+    engine.check_at_rest()
+
+
+def hand_over_with_hits(engine: WindowEngine) -> None:
+    """Prompts whose beginning was a prompt before."""
+    hits = []
+    for length in range(3 * BLOCK_SIZE, 140, 5):
+        whole = [length] * 3 + prompt_of(length)
+        hand_over(engine, f"first {length}", whole[:length // 2])
+        hand_over(engine, f"second {length}", whole)
+        hits.append(engine.protocol.jobs[engine.attempt(f"second {length}")][2])
+    assert len(set(hits)) >= 3 and sum(map(bool, hits)) > len(hits) // 2, "others were evicted"
+    engine.check_at_rest()
+
+
 @pytest.mark.parametrize("windows", GROUPS)
 def test_b114_every_length_of_a_remote_prompt(model_folder, windows):
     """Around each border of a block and of a window."""
@@ -72,31 +98,14 @@ def test_b114_a_whole_prompt_would_miss_a_key_at_one_of_so_many_lengths(model_fo
 @pytest.mark.parametrize("chunks", [False, True])
 def test_b114_every_length_of_a_job(model_folder, windows, batch_tokens, chunks):
     """P sends what the next token reads, with D's prefix hit or without, whole or in chunks."""
-    engine = WindowEngine(model_folder, windows=windows, blocks=96, push_chunks=chunks, batch_tokens=batch_tokens)
-    for number, length in enumerate(LENGTHS):
-        prompt = prompt_of(length)
-        cached = number % (-(-length // BLOCK_SIZE))
-        attempt = engine.job(prompt, cached, number)
-        engine.run()
-        engine.check_sent(attempt, prompt)
-        engine.transfer.end(str(attempt))
-        engine.run()
-    assert engine.sent_rows > len(LENGTHS) * len(windows)
-    engine.check_at_rest()
+    send_every_length(WindowEngine(model_folder, windows=windows, blocks=96, push_chunks=chunks,
+                                   batch_tokens=batch_tokens))
 
 
 @pytest.mark.parametrize("windows", GROUPS)
 def test_b114_a_prefix_hit_of_every_length(model_folder, windows):
     """D has the beginning: P writes the rest, and of a window what lies behind the hit."""
-    engine, hits = WindowEngine(model_folder, windows=windows, blocks=256), []
-    for length in range(3 * BLOCK_SIZE, 140, 5):
-        whole = [length] * 3 + prompt_of(length)
-        begun = whole[:length // 2]
-        hand_over(engine, f"first {length}", begun)
-        hand_over(engine, f"second {length}", whole)
-        hits.append(engine.protocol.jobs[engine.attempt(f"second {length}")][2])
-    assert len(set(hits)) >= 3 and sum(map(bool, hits)) > len(hits) // 2, "others were evicted"
-    engine.check_at_rest()
+    hand_over_with_hits(WindowEngine(model_folder, windows=windows, blocks=256))
 
 
 @pytest.mark.parametrize("length", [3 * BLOCK_SIZE + 1, 4 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE])
