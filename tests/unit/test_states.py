@@ -44,7 +44,7 @@ def split(found: dict) -> tuple[dict, dict]:
 
 def described(found: dict) -> tuple:
     kv, states = split(found)
-    views = [*kv.values(), *views_of_states(states, kv).values()]
+    views = [*kv.values(), *views_of_states(states, kv)]
     return describe_views(views, num_blocks=BLOCKS, block_size=TOKENS), views
 
 

@@ -604,6 +604,8 @@ class Engine:
     def deliver(self, outputs) -> None:
         """What the front end does with a step's outputs."""
         for eco in outputs.values():
+            found = eco.scheduler_stats and eco.scheduler_stats.prefix_cache_stats
+            assert not found or min(found.requests, found.queries, found.hits) >= 0, "a counter would be taken back"
             if eco.scheduler_stats is not None and eco.scheduler_stats.kv_connector_stats:
                 self.figures.append(eco.scheduler_stats.kv_connector_stats)
             for one in eco.outputs:

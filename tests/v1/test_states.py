@@ -61,6 +61,47 @@ def test_b114_a_prefix_hit_of_every_length(model_folder, groups):
     hand_over_with_hits(StateEngine(model_folder, windows=groups, blocks=400))
 
 
+def test_b114_b97_a_hit_of_kv_without_its_state_is_no_hit_of_a_job(model_folder):
+    """V1 looks up with the KV, and begins where it has a state, too: its figures would become negative."""
+    engine = StateEngine(model_folder, windows=(0, STATE), blocks=200, batch_tokens=512)
+    seen, make = [], engine.scheduler.make_stats
+    engine.scheduler.make_stats = lambda *values, **more: seen.append(make(*values, **more)) or seen[-1]
+    shared = prompt_of(3 * BLOCK_SIZE)
+    for number, tail in enumerate((200, 90, 120)):
+        attempt = engine.job(shared + prompt_of(tail), 0, number)
+        engine.run()
+        engine.transfer.end(str(attempt))
+        engine.run()
+    figures = [figure for stats in seen for figure in (stats.prefix_cache_stats, stats.connector_prefix_cache_stats)]
+    assert len(seen) > 2
+    assert {getattr(figure, key) for figure in figures for key in ("requests", "queries", "hits")} == {0}
+    engine.check_at_rest()
+
+
+def test_b114_a_job_goes_on_beside_many_that_decode(model_folder, monkeypatch):
+    """A step with jobs has so few tokens that less than a block is left beside the decodes: V1 would compute no token
+    of a prompt, which it has end with a block."""
+    monkeypatch.setattr("vllm_pd.decisions.job_order.step_tokens", lambda *measured: 64)
+    decoding, size = 40, 96
+    engine = StateEngine(model_folder, windows=(0, STATE), block_size=size, blocks=200, batch_tokens=512,
+                         max_num_seqs=decoding + 8, threshold=4000)
+    for number in range(decoding):
+        engine.add(f"r{number}", [number + 1] * 5, 400)
+    for _ in range(6):
+        engine.turn()
+    assert engine.binding.prefill_jobs.step_tokens == size
+    prompt = prompt_of(300)
+    attempt = engine.job(prompt)
+    for _ in range(20):
+        engine.turn()
+    engine.check_sent(attempt, prompt)
+    assert len(engine.scheduler.running) == decoding
+    engine.transfer.end(str(attempt))
+    engine.run(2000)
+    engine.check_answers()
+    engine.check_at_rest()
+
+
 def test_b114_whole_prompts_would_be_wrong_everywhere(model_folder, monkeypatch):
     """A state after the last token is of no use to D, which computes that token itself."""
     monkeypatch.setattr(BlockRows, "own_tokens", 0)

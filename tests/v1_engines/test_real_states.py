@@ -96,11 +96,13 @@ class TestMamba:
 
     def test_b114_b2_many_at_once(self, mamba):
         """Afterwards nobody has a block."""
-        many = prompts(116, [900, 700, 41, 513, 128, 129, 1000, 300, 640, 801])
+        many = prompts(116, [900, 700, 141, 513, 128, 129, 1000, 300, 640, 801])
         right = [mamba.stock.generate([one], TOKENS)[0] for one in many]
         got = mamba.d.generate(many, TOKENS)
-        same = sum(one == other for one, other in zip(got, right, strict=True))
-        assert same >= len(many) - 2, "batches of other sizes round otherwise now and then"
+        assert [one[0] for one in got] == [one[0] for one in right]
+        others = [one for one, answer, alone in zip(many, got, right, strict=True) if answer != alone]
+        assert len(others) <= 2, "batches of other sizes round otherwise now and then"
+        mamba.compare(others or many[:1])
         for engine in (mamba.p, mamba.d):
             wait_for(lambda engine=engine: not engine.used(), "blocks come back")
 

@@ -88,13 +88,11 @@ class PrefillCapacity:
     def blocks_of(self, tokens: int) -> int:
         """How many blocks a prompt of so many tokens takes at most while it is computed. A group with a window has
         those of the window and of what the steps in flight compute, one with states those of the last ones."""
-        size, windows = self.rows.block_size, self.rows.windows or (0, )
-        if self.rows.state_tokens:
-            each = [tokens if not window else min(tokens, (STATE_BLOCKS + self.steps) * size) for window in windows]
-        else:
-            each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + size)
-                    for window in windows]
-        return sum(-(-some // size) for some in each)
+        size, windows, states = self.rows.block_size, self.rows.windows or (0, ), self.rows.state_tokens
+        each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + size)
+                for window in windows if not window or not states]
+        some = min(-(-tokens // states), STATE_BLOCKS + self.steps) * (len(windows) - len(each)) if states else 0
+        return sum(-(-one // size) for one in each) + some
 
 
 def read_key(attempt: Attempt) -> str:

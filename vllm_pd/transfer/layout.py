@@ -209,7 +209,8 @@ def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: in
     if first.dim() != 4 or first.shape[0] != num_blocks or first.shape[2] != block_size:
         raise ConfigError("kv_cache", f"shape {tuple(first.shape)}",
                           f"expected {num_blocks} blocks of {block_size} tokens as [blocks, heads, tokens, content]; "
-                          "if the attention backend splits blocks, set --block-size to the tokens in this shape")
+                          "if the attention backend splits blocks, set --block-size to the tokens in this shape, or "
+                          "choose another backend if vLLM has set it (recurrent states)")
     layout, plane_heads = _strided(first)
     _, heads, tokens, content = first.shape
     element_bytes = first.element_size()
@@ -234,7 +235,7 @@ def distinct_caches(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     """The caches in the order of their layers' numbers, without those of layers that share another layer's cache, or,
     in another group of blocks, its memory. Raises ConfigError where such two lie otherwise in it."""
     views: dict[int, tuple[str, torch.Tensor]] = {}
-    for name in sorted(kv_caches, key=_numbers_in):
+    for name in sorted(kv_caches, key=numbers_in):
         cache = kv_caches[name]
         first, other = views.setdefault(cache.data_ptr(), (name, cache))
         if (cache.shape, cache.stride(), cache.dtype) != (other.shape, other.stride(), other.dtype):
@@ -244,7 +245,7 @@ def distinct_caches(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     return dict(views.values())
 
 
-def _numbers_in(name: str) -> list[tuple[int, str]]:
+def numbers_in(name: str) -> list[tuple[int, str]]:
     """A sort key by which "layers.10" comes after "layers.9"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 

@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.transfer.layout import extent_bytes
+from vllm_pd.transfer.layout import extent_bytes, numbers_in
 
 if TYPE_CHECKING:
     import torch
 
 
 def views_of_states(states: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
-                    views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """For memory in which only states are: a view like those of `views`, by the name of the first layer there.
+                    views: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """For memory in which only states are: a view like those of `views`, in the order of the layers' numbers.
 
     `views`: of the layers with KV, [blocks, heads, tokens, content], all of one shape. `states`: of each other layer
     its state, [blocks, ...], of any type, or its parts. The views that are returned must live as long as the caches.
     Raises ConfigError where a whole block, as it is transferred, does not contain all of a state.
     """
     if not states:
-        return {}
+        return []
     if not views:
         raise ConfigError("kv_cache", sorted(states), "a model with attention in no layer can't be transferred")
     like = next(iter(views.values()))
@@ -34,8 +34,8 @@ def views_of_states(states: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
     if like[0].numel() * like.element_size() != block_bytes:
         raise ConfigError("kv_cache", f"strides {like.stride()}", "the heads of a block are apart, so states are not "
                           "in them: set VLLM_KV_CACHE_LAYOUT to LBHNC or BLHNC")
-    starts, found = {view.data_ptr() for view in views.values()}, {}
-    for name, state in states.items():
+    starts, found = {view.data_ptr() for view in views.values()}, []
+    for name, state in sorted(states.items(), key=lambda one: numbers_in(one[0])):
         parts = state if isinstance(state, Sequence) else [state]
         start = min(part.data_ptr() for part in parts)
         for part in parts:
@@ -47,7 +47,7 @@ def views_of_states(states: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
                                   f"{stride_bytes} bytes: set VLLM_KV_CACHE_LAYOUT to LBHNC or BLHNC")
         if start not in starts:
             starts.add(start)
-            found[name] = _view_at(start, parts[0], like, block_bytes, name)
+            found.append(_view_at(start, parts[0], like, block_bytes, name))
     return found
 
 

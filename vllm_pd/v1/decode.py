@@ -26,6 +26,7 @@ from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.features import can_go_remote, scope_of
+from vllm_pd.v1.groups import usable_hit
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -64,7 +65,9 @@ class ParkedRequests(DecodeHandover["Request"]):
         ask again with the next step. May be asked any number of times."""
         self._matched.pop(request.request_id, None)
         self._looked_up[request.request_id] = cached_tokens
-        decision = self.decide(request, self._usable(request, cached_tokens))
+        usable = cached_tokens if self._request(request).stays else usable_hit(self._scheduler, self._rows, request,
+                                                                               cached_tokens)
+        decision = self.decide(request, usable)
         if decision is None:
             return 0
         if decision.remote and cached_tokens >= self._num_remote(request):
@@ -187,13 +190,6 @@ class ParkedRequests(DecodeHandover["Request"]):
             if final < cached_tokens // size and other.block_hashes[final:final + 1] == hashes[final:final + 1]:
                 return True  # a block's hash is that of all tokens up to it
         return False
-
-    def _usable(self, request: Request, cached_tokens: int) -> int:
-        """How many of the `cached_tokens` would be used here if no peer computed the rest. V1 asks with those whose KV
-        is cached; the state after them may not be, which a peer's job brings."""
-        if not self._rows.state_tokens or not cached_tokens:
-            return cached_tokens
-        return self._scheduler.kv_cache_manager.get_computed_blocks(request)[1]
 
     def _num_remote(self, request: Request) -> int:
         """How many tokens of its prompt a peer is to compute, those of its prefix hit included."""

@@ -47,16 +47,15 @@ def total_kv_heads(config: VllmConfig) -> int:
     return 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
 
 
-def token_bytes(config: VllmConfig) -> int:
-    """The KV of one token, over all layers and ranks, in bytes. A drafter's layers count, too; those with states have
-    none."""
+def token_bytes(config: VllmConfig, kv_layers: int | None = None) -> int:
+    """The KV of one token, over all layers and ranks, in bytes: of so many layers, or of all of the model's. A
+    drafter's layers count, too."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype
     dtype = model.dtype if kv_dtype == "auto" else STR_DTYPE_TO_TORCH_DTYPE[kv_dtype]
     elements = total_kv_heads(config) * model.get_head_size() * (1 if model.use_mla else 2)
-    layers = (model.get_num_layers_by_block_type(config.parallel_config) if model.has_inner_state  # in one stage, then
-              else model.get_total_num_hidden_layers())
+    layers = model.get_total_num_hidden_layers() if kv_layers is None else kv_layers
     return (layers + drafter_layers(config)) * elements * dtype.itemsize
 
 

@@ -2,6 +2,7 @@
 """How V1 has grouped the layers of this engine, in the terms of `vllm_pd.protocol.rows`."""
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,9 @@ from vllm_pd.model.layers import layer_specs
 from vllm_pd.protocol.rows import STATE, BlockRows
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.request import Request
 
 
 def block_rows(groups: Sequence[KVCacheGroupSpec]) -> BlockRows:
@@ -23,6 +26,15 @@ def block_rows(groups: Sequence[KVCacheGroupSpec]) -> BlockRows:
     return BlockRows(size, windows if len(windows) > 1 else (), max(states, default=0))
 
 
+def usable_hit(scheduler: Scheduler, rows: BlockRows, request: Request, cached_tokens: int) -> int:
+    """How many of the `cached_tokens` a request uses if no peer computes the rest. V1 looks up with those whose KV is
+    cached; the state after them may not be, and then it begins at an earlier one."""
+    if not rows.state_tokens or not cached_tokens:
+        return cached_tokens
+    return scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes,
+                                                                         request.num_tokens - 1)[1]
+
+
 def state_layers(groups: Sequence[KVCacheGroupSpec]) -> list[str]:
     """The names of the layers that have a recurrent state, and no KV."""
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -32,10 +44,12 @@ def state_layers(groups: Sequence[KVCacheGroupSpec]) -> list[str]:
 
 def states_name(groups: Sequence[KVCacheGroupSpec]) -> str:
     """For `Fingerprint.states`: what a block of the groups with states holds, of one rank, and, as layers of different
-    groups may share memory, how many layers each group has. "" without such groups."""
+    groups share memory by their places in these, a digest of the groups. "" without states."""
     from vllm.v1.kv_cache_interface import MambaSpec
     kinds = {" ".join([spec.mamba_type.name, *(f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
                                                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))])
              for group in groups for spec in layer_specs(group.kv_cache_spec) if isinstance(spec, MambaSpec)}
-    layers = "+".join(str(len(group.layer_names)) for group in groups)
-    return f"{', '.join(sorted(kinds))} in {layers} layers" if kinds else ""
+    if not kinds:
+        return ""
+    names = hashlib.sha256("\n".join(" ".join(group.layer_names) for group in groups).encode()).hexdigest()[:8]
+    return f"{', '.join(sorted(kinds))} in {len(groups)} groups {names}"

@@ -32,6 +32,7 @@ from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.contract import StepShare
+from vllm_pd.v1.groups import usable_hit
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -91,9 +92,10 @@ class InternalRequests(PrefillHandover):
     def match(self, request: Request, cached_tokens: int) -> int:
         """How many tokens after the `cached_tokens` are to be read from the job's peer."""
         attempt = self._attempts[request.request_id]
-        self._hits[request.request_id] = cached_tokens
         if not self.wants_prefix(attempt, cached_tokens):
+            self._hits[request.request_id] = usable_hit(self._scheduler, self._rows, request, cached_tokens)
             return 0
+        self._hits[request.request_id] = cached_tokens
         return self._jobs[attempt].prefill.cached_blocks * self._block_size - cached_tokens
 
     def allocated(self, request: Request, tables: tuple[list[int], ...], remote_tokens: int) -> None:
@@ -113,6 +115,13 @@ class InternalRequests(PrefillHandover):
     def leave(self, attempt: Attempt) -> Request | None:
         """The read of this attempt has ended. Returns its request; None where that was aborted."""
         return self._parked.pop(attempt, None)
+
+    @property
+    def step_tokens(self) -> int:
+        """At least a block where V1 has a prompt's part of a step end with one: with less left it would compute none.
+        """
+        whole = self._scheduler.block_size if self._scheduler.need_mamba_block_aligned_split else 0
+        return min(self._batch_tokens, max(super().step_tokens, whole))
 
     def arrange(self) -> StepShare | None:
         """Bring the requests that have a turn into that order: those that wait, and, behind the clients that decode,
@@ -261,6 +270,8 @@ class InternalRequests(PrefillHandover):
         return prompt.request.num_tokens - prompt.request.num_computed_tokens
 
     def _cached_tokens(self, prompt: PromptInTurn) -> int:
+        if self._rows.state_tokens:
+            return usable_hit(self._scheduler, self._rows, prompt.request, prompt.request.num_tokens)
         find = self._scheduler.kv_cache_manager.block_pool.get_cached_block
         hits = itertools.takewhile(lambda name: find(name, [self._rows.lead]) is not None, prompt.request.block_hashes)
         return self._block_size * sum(1 for _ in hits)

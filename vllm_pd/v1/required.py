@@ -35,6 +35,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.connector_prefix_cache_stats", "a hit is counted when its KV has come"),
         Required("Scheduler.deferred_frees", "no hold ends for blocks that will be free when a step ends"),
         Required("Scheduler._inflight_prefills", "as deferred_waiting: no block is reserved for it"),
+        Required("Scheduler.need_mamba_block_aligned_split", "whether a prompt's part of a step ends with a block"),
+        Required("Scheduler.block_size", "the tokens of that block"),
         Required("Scheduler.running", "asked whether a step would do anything; requests of ours change places in it"),
         Required("Scheduler.max_num_encoder_input_tokens", "0 for a model that takes text only"),
         Required("Scheduler.max_num_active_reqs", "whether a request of ours would be begun"),
@@ -111,8 +113,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "v1/core/kv_cache_manager.py": (
         Required("KVCacheManager.block_pool", "the pool that fences hold blocks of"),
-        Required("KVCacheManager.get_computed_blocks", "the hit of a prompt that has states, if no peer brings one",
-                 takes=("request", )),
+        Required("KVCacheManager.coordinator", "the hit of a prompt that has states, if no peer brings one"),
         Required("KVCacheManager.free", "a request with a prefix hit begins anew", takes=("request", )),
         Required("KVCacheManager.record_prefix_cache_stats", "counts a look-up whose KV has come",
                  takes=("request", "num_hits")),
@@ -251,6 +252,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig.diffusion_config", "refused with the store"),
         Required("VllmConfig.num_prefill_lookahead_tokens", "a drafter of several modules is refused", takes=()),
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
+    ),
+    "v1/core/kv_cache_coordinator.py": (
+        Required("KVCacheCoordinator.find_longest_cache_hit", "as KVCacheManager.coordinator",
+                 takes=("block_hashes", "max_cache_hit_length")),
     ),
     "v1/kv_cache_interface.py": (
         Required("FullAttentionSpec.non_causal", "refused with the store"),

@@ -20,7 +20,7 @@ from vllm_pd.transfer.heap import freeze_heap
 from vllm_pd.v1.binding import EngineHandover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
-from vllm_pd.v1.groups import block_rows, states_name
+from vllm_pd.v1.groups import block_rows, state_layers, states_name
 from vllm_pd.v1.metrics import MetricsRecorder
 from vllm_pd.v1.settings import front_of_rank, read_settings
 
@@ -49,6 +49,8 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
         logger.log(level, "layers are in groups of blocks %s: no prefix is read from a decode engine (prefix_reads), "
                    "and no prompt kept for one (hold_s)", "for KV and for states" if rows.state_tokens else
                    f"with windows of {rows.windows} tokens (0: all); --disable-hybrid-kv-cache-manager has both")
+    names = {name for group in groups for name in group.layer_names}  # of one stage, where there are states
+    kv_layers = len(names.difference(state_layers(groups))) if rows.state_tokens else None
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
                                               config.holds_prompts, rows.windows, states_name(groups))
@@ -59,7 +61,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     agent.start()
     transfer.hold(agent.lifeline_fileno())
     capacity = PrefillCapacity(rows, vllm_config.model_config.get_vocab_size(),
-                               vllm_config.parallel_config.world_size, token_bytes(vllm_config),
+                               vllm_config.parallel_config.world_size, token_bytes(vllm_config, kv_layers),
                                bool(vllm_config.cache_config.enable_prefix_caching),
                                engine.scheduler.max_num_scheduled_tokens, vllm_config.cache_config.num_gpu_blocks,
                                1 + vllm_config.scheduler_config.async_scheduling)

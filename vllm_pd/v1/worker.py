@@ -85,8 +85,10 @@ class RankWorker:
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
         states = {name: cache for name, cache in kv_caches.items() if name in self._state_layers}
         views = distinct_caches({name: cache for name, cache in kv_caches.items() if name not in states})
-        all_views = [*views.values(), *views_of_states(states, views).values()]
-        description = self._describe(all_views, stage)
+        description = self._describe(list(views.values()), stage)  # what is wrong with KV is said first
+        all_views = [*views.values(), *views_of_states(states, views)]
+        if len(all_views) > len(views):
+            description = self._describe(all_views, stage)
         enter = leave_model_cores
         if description.memory is Memory.VRAM:
             import torch
