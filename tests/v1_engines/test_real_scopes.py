@@ -23,7 +23,7 @@ def engines(logs):
     """A stock engine, P and D."""
     broker = BrokerProcess()
     made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, max_num_batched_tokens=STEP,
-                       max_model_len=1024, kv_cache_memory_bytes=64 << 20)
+                       max_model_len=1024, kv_cache_memory_bytes=192 << 20)
             for role, name in ((None, "stock"), ("kv_producer", "p"), ("kv_consumer", "d"))]
     for one in made:
         one.ready()
