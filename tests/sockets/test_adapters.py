@@ -67,6 +67,8 @@ def test_what_only_a_request_names_is_not_computed_for_others(book, folder):
     digest = book.digest(asked(folder))
     with pytest.raises(ValueError, match="is loaded here"):
         book.request(digest, made)
+    book.load(asked(folder), lambda request: True)
+    assert book.request(digest, made) and book.scopes() == (adapter_scope(digest), )
 
 
 def test_one_that_vllm_does_not_load_is_not_listed(book, folder):
@@ -94,6 +96,9 @@ def test_files_that_change_are_not_mixed(book, folder):
     assert scope != adapter_scope(before)
     digest = AdapterBook(CONFIG).digest(asked(folder))
     new = book.request(digest, made)
+    write_stub(folder, "third, loaded in place, too")
+    book.load(asked(folder), lambda request: True)
+    assert len(book.scopes()) == 1 and book.scopes() != (scope, ), "what was at this path before is not offered"
     assert scope == adapter_scope(digest) and new.lora_name != old.lora_name and new.lora_int_id != old.lora_int_id
 
 

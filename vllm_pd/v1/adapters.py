@@ -61,17 +61,17 @@ class AdapterBook:
         """Have V1 `load` this adapter, maybe in the place of other files, and note what was loaded."""
         before = self._state(request.lora_path, now=True)
         is_loaded = load(request)
-        known = self._named.get(_key(request))
-        if known is not None and known.state == before:
-            return is_loaded
-        found = self._read(request)
-        if found is not None and found.state != before:
-            found = None  # written meanwhile
-        if known is not None:
-            self._forget(known)
-        elif _key(request) not in self._named:
-            self._name(request, found)
-        if found is not None:
+        found = known = self._named.get(_key(request))
+        if known is None or known.state != before:
+            found = self._read(request)
+            if found is not None and found.state != before:
+                found = None  # written meanwhile
+            for other in [one for one in (known, *self._offered.values()) if one is not None and one != found
+                          and one.path == request.lora_path and one.state != before]:
+                self._forget(other)
+            if _key(request) not in self._named:
+                self._name(request, found)
+        if found is not None and self._offered.get(found.digest) != found:
             self._offered.pop(found.digest, None)
             self._offered[found.digest] = found
             self._announce()
