@@ -41,8 +41,9 @@ class DecodeSession(Session):
         if self._is_shut_for(attempt):
             return
         now = self._clock()
-        useless = self._core.failed_paths.avoided(now).union(self._cluster.unable(scope)).difference(avoid)
-        avoid = (*avoid, *sorted(useless))[:m.MAX_AVOIDED]
+        failed = sorted(self._core.failed_paths.avoided(now).difference(avoid))
+        unable = sorted(set(self._cluster.unable(scope)).difference(avoid, failed))  # a broker knows these by itself
+        avoid = (*avoid, *failed, *unable[:m.MAX_AVOIDED // 2])[:m.MAX_AVOIDED]
         self._do(self._decode.submit(now, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority,
                                      scope))
 

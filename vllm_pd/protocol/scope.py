@@ -32,8 +32,12 @@ class PromptScope(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        """Names it: 32 bytes, of which nobody can make two scopes with the same. Empty where there is nothing in it."""
-        return hashlib.sha256(msgspec.msgpack.encode(self)).digest() if self.needs else b""
+        """Names it: 32 bytes, of which nobody can make two scopes with the same. Empty where there is nothing in it. A
+        field that another release has beside these, and that is empty, changes nothing."""
+        values = list(msgspec.structs.astuple(self))
+        while values and not values[-1]:
+            values.pop()
+        return hashlib.sha256(msgspec.msgpack.encode(values)).digest() if values else b""
 
 
 NO_SCOPE = PromptScope()
