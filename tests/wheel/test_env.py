@@ -133,7 +133,7 @@ def test_env_refuses_without_a_package_that_it_needs(machine):
 def test_no_model_is_made_where_something_is(tmp_path, monkeypatch, capsys, script, work):
     """The scripts say so before they work, and not after it."""
     made = []
-    monkeypatch.setattr(script, work, lambda *args: made.append(args))
+    monkeypatch.setattr(script, work, lambda *args, **more: made.append(args))
     monkeypatch.setattr(convert_model, "gguf_file", lambda: None)
 
     def run() -> int:
