@@ -74,7 +74,7 @@ def digest(past: int, token: int) -> int:
 
 def seed_of(salt: str | None) -> int:
     """What comes before the first token of a prompt with this salt. A model computes the same with any salt; here other
-    KV is other content, so that whoever shares a block across two salts is seen."""
+    KV is other content, so that a block which two salts share is seen."""
     return zlib.crc32(salt.encode()) if salt else 0
 
 

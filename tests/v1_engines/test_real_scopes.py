@@ -6,13 +6,11 @@ import random
 
 import pytest
 
-from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
-from tests.waiting import wait_for
+from tests.v1_engines.trio import stock_p_d
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
-SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0}
 BLOCK, STEP, TOKENS = 32, 256, 6
 LENGTHS = (64, 65, 96, 128, 129, 255, 256, 257, 300, 512, 513, 600, 700, 900)
 SALTS = ("", "one", "two")
@@ -21,18 +19,8 @@ SALTS = ("", "one", "two")
 @pytest.fixture(scope="module")
 def engines(logs):
     """A stock engine, P and D."""
-    broker = BrokerProcess()
-    made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, max_num_batched_tokens=STEP,
-                       max_model_len=1024, kv_cache_memory_bytes=192 << 20)
-            for role, name in ((None, "stock"), ("kv_producer", "p"), ("kv_consumer", "d"))]
-    for one in made:
-        one.ready()
-    stock, p, d = made
-    wait_for(lambda: d.generate(prompts(0, (300, ))) and done(d), "nothing goes remote")
-    yield stock, p, d
-    for one in made:
-        one.stop()
-    broker.stop()
+    with stock_p_d(logs, max_num_batched_tokens=STEP, kv_cache_memory_bytes=192 << 20) as made:
+        yield made
 
 
 def answer(engine: RealEngine, prompt: list[int], salt: str) -> tuple[list[int], int]:

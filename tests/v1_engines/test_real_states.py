@@ -7,47 +7,43 @@ end behind, and raises. It runs short convolutions with it, but, also without di
 batches, and where a prompt is computed in other steps (13 of 20 prompts): these prompts come one by one, and all
 engines compute a block of tokens in each step.
 """
+import contextlib
 import os
 import random
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
-from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
 from tests.v1_engines.test_real_shapes import TINY
+from tests.v1_engines.trio import stock_p_d
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
-SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0,
-            "max_local_prefill_tokens": 40}
 STEP, TOKENS, BLOCK = 256, 6, 96  # vLLM makes a block so large that a state goes into it
 LENGTHS = (97, 98, 99, 150, 191, 192, 193, 194, 255, 256, 257, 258, 288, 289, 290, 384, 385, 512, 513, 640, 900)
 TOKEN_BYTES = 4 * 2 * 32 * 4  # of a layer: heads, keys and values, their size, float32
 BYTES = "vllm:pd_transfer_bytes_total:"
 
 
-class Trio:
-    """A stock engine, P and D with one model."""
+@contextlib.contextmanager
+def with_states(folder, logs, states: str, step: int, **arguments):
+    """Of a tiny model with such states."""
+    model = folder / f"tiny-{states}"
+    subprocess.run([sys.executable, TINY, model, "--tokenizer", os.environ["VLLM_PD_MODEL"], "--states", states],
+                   check=True, timeout=300)
+    with stock_p_d(logs, model=str(model), max_num_batched_tokens=step, **arguments) as engines:
+        yield Trio(*engines)
 
-    def __init__(self, folder, logs, states: str, step: int, **arguments) -> None:
-        model = folder / f"tiny-{states}"
-        subprocess.run([sys.executable, TINY, model, "--tokenizer", os.environ["VLLM_PD_MODEL"], "--states", states],
-                       check=True, timeout=300)
-        self.broker = BrokerProcess()
-        self.stock, self.p, self.d = self.engines = [
-            RealEngine(role, logs / f"{states}.{name}.log", self.broker.url, SETTINGS, model=str(model),
-                       max_num_batched_tokens=step, max_model_len=1024, **arguments)
-            for role, name in ((None, "stock"), ("kv_producer", "p"), ("kv_consumer", "d"))]
-        try:
-            for one in self.engines:
-                one.ready()
-            wait_for(lambda: self.d.generate(prompts(0, (300, ))) and done(self.d), "nothing goes remote")
-        except BaseException:
-            self.end()
-            raise
+
+class Trio(NamedTuple):
+    """A stock engine, P and D with one model."""
+    stock: RealEngine
+    p: RealEngine
+    d: RealEngine
 
     def compare(self, many: list[list[int]]) -> None:
         """One by one: in the same steps, so with the same rounding. Most go remote."""
@@ -63,17 +59,11 @@ class Trio:
         self.d.generate([[7, 8, 9]], 1)
         return self.d.figures()[BYTES]
 
-    def end(self) -> None:
-        for one in self.engines:
-            one.stop()
-        self.broker.stop()
-
 
 @pytest.fixture(scope="class")
 def mamba(tmp_path_factory, logs):
-    trio = Trio(tmp_path_factory.mktemp("models"), logs, "mamba", STEP, enable_prefix_caching=False)
-    yield trio
-    trio.end()
+    with with_states(tmp_path_factory.mktemp("models"), logs, "mamba", STEP, enable_prefix_caching=False) as made:
+        yield made
 
 
 class TestMamba:
@@ -112,14 +102,11 @@ def test_b114_short_convolutions_with_prefix_caching(tmp_path, logs):
     draw, size, fresh = random.Random(119), 32, (2, 3, 4, 5, 6, 8, 9, 10, 13, 16, 20)
     many = prompts(119, [blocks * size + 1 for blocks in fresh])
     more = [draw.randrange(2, 9) for _ in range(2 * len(many))]  # whole blocks after the beginning of another one
-    conv = Trio(tmp_path, logs, "conv", size)
-    try:
+    begun = [one[:size * draw.randrange(1, len(one) // size)] for one in many * 2]
+    with with_states(tmp_path, logs, "conv", size) as conv:
         before = conv.sent_bytes()
         conv.compare(many)
-        begun = [one[:size * draw.randrange(1, len(one) // size)] for one in many * 2]
         conv.compare([one + prompts(draw.random(), (size * blocks + 1, ))[0]
                       for one, blocks in zip(begun, more, strict=True)])
         right = sum(blocks + 1 for blocks in (*fresh, *more))  # what D has is not sent, but a state is
         assert conv.sent_bytes() - before == right * 2 * size * TOKEN_BYTES
-    finally:
-        conv.end()

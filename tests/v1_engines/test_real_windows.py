@@ -6,14 +6,12 @@ import random
 
 import pytest
 
-from tests.fakes.brokers import BrokerProcess
-from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
 from tests.v1_engines.test_real_shapes import WINDOWS
+from tests.v1_engines.trio import stock_p_d
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
-SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0}
 BLOCK, WINDOW, STEP, TOKENS = 32, 64, 256, 6
 LENGTHS = (42, 63, 64, 65, 66, 95, 96, 97, 98, 127, 128, 129, 130, 255, 256, 257, 258, 300, 511, 512, 513, 600, 900)
 TOKEN_BYTES = 4 * 2 * 32 * 4  # of a layer: heads, keys and values, their size, float32
@@ -24,19 +22,8 @@ BLOCKS = 90  # of D and P; a prompt of 1,024 tokens has 32, and at most 11 of th
 @pytest.fixture(scope="module")
 def engines(logs):
     """A stock engine, P and D."""
-    broker = BrokerProcess()
-    made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, max_num_batched_tokens=STEP,
-                       max_model_len=1024, num_gpu_blocks_override=blocks, **WINDOWS)
-            for role, name, blocks in ((None, "stock", None), ("kv_producer", "p", BLOCKS),
-                                       ("kv_consumer", "d", BLOCKS))]
-    for one in made:
-        one.ready()
-    stock, p, d = made
-    wait_for(lambda: d.generate(prompts(0, (300, ))) and done(d), "nothing goes remote")
-    yield stock, p, d
-    for one in made:
-        one.stop()
-    broker.stop()
+    with stock_p_d(logs, {"num_gpu_blocks_override": BLOCKS}, max_num_batched_tokens=STEP, **WINDOWS) as made:
+        yield made
 
 
 def test_b114_of_a_window_only_the_end_is_sent(engines):

@@ -28,6 +28,7 @@ from nats.aio.msg import Msg
 from nats.js import api
 
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.fields import stable_values
 from vllm_pd.rpc.nats_address import NatsAddress
 
 logger = logging.getLogger("vllm.pd")
@@ -83,10 +84,7 @@ def group(fingerprint: m.Fingerprint) -> str:
         fingerprint, tp=1 if fingerprint.layout in m.SPLIT_LAYOUTS and tp.bit_count() == 1 and not fingerprint.states
         else tp,
         pp=1 if 0 < pp <= fingerprint.layers else pp)
-    values = list(msgspec.structs.astuple(same))
-    while values[-1] in ((), ""):  # what a release has added and this model has no use for: the queue is that of before
-        values.pop()
-    return hashlib.sha256(msgspec.msgpack.encode(values)).hexdigest()[:24]
+    return hashlib.sha256(msgspec.msgpack.encode(stable_values(same))).hexdigest()[:24]
 
 
 def is_refusal(delivered: Msg) -> bool:

@@ -163,8 +163,9 @@ class DecodeHandover(ABC, Generic[R]):
             return None
         if not self._session.state.hands_over:
             return Decision(False, Reason.ROLE) if self._asked(request) is AskedPlace.REMOTE else None
-        return self._decide(request, cached_tokens, remote, self._session.view(self._useless(request, remote)),
-                            self._count_blocks(), len(self._parked()))
+        avoid = self._useless(request, remote)
+        return self._decide(request, cached_tokens, remote, avoid, self._session.view(avoid), self._count_blocks(),
+                            len(self._parked()))
 
     def commit(self, request: R, decision: Decision) -> Attempt | None:
         """The scheduler acts on `decide`. Counted once a stay in the waiting queue: a request that is to stay is not
@@ -331,7 +332,8 @@ class DecodeHandover(ABC, Generic[R]):
             if avoid not in views:
                 views[avoid] = self._session.view(avoid)
             free_again = remote.blocks if remote.released else 0
-            if self._decide(request, 0, remote.request, views[avoid], blocks - free_again, len(parked) - 1).remote:
+            if self._decide(request, 0, remote.request, avoid, views[avoid], blocks - free_again,
+                            len(parked) - 1).remote:
                 self._give_back(attempt, progress)
             else:
                 local.append((attempt, request))
@@ -453,9 +455,10 @@ class DecodeHandover(ABC, Generic[R]):
     def _time_left_s(self, remote: RemoteRequest) -> float:
         return self._deadline_s - (time.monotonic() - remote.began_at if remote.began_at is not None else 0.0)
 
-    def _decide(self, request: R, cached_tokens: int, remote: RemoteRequest, view: QueueView, parked_blocks: int,
-                parked_requests: int) -> Decision:
-        """Apply the policy. `parked_blocks` and `parked_requests` do not count the request itself."""
+    def _decide(self, request: R, cached_tokens: int, remote: RemoteRequest, avoid: tuple[str, ...], view: QueueView,
+                parked_blocks: int, parked_requests: int) -> Decision:
+        """Apply the policy, with the `view` of the prefill engines but those to `avoid`. `parked_blocks` and
+        `parked_requests` do not count the request itself."""
         rows, tokens, attempts = self._capacity.rows, self._num_tokens(request), remote.attempts
         cached_blocks, theirs = cached_tokens // rows.block_size, tokens - rows.own_tokens
         if self._has_outputs(request):  # preempted: a job is a prompt, and its blocks would hold the outputs too
@@ -473,7 +476,7 @@ class DecodeHandover(ABC, Generic[R]):
                             total_blocks=self._capacity.total_blocks,
                             parked_requests=parked_requests,
                             total_requests=self._capacity.total_requests,
-                            expected=self._expected(tokens - cached_tokens, self._useless(request, remote)),
+                            expected=self._expected(tokens - cached_tokens, avoid),
                             asked=self._asked(request),
                             whole_blocks=theirs // rows.block_size - cached_blocks)
         hold = None if remote.hold_settled else self._hold(request)

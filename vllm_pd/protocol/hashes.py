@@ -24,7 +24,7 @@ def root_seed(lora: int | str | None = None) -> int:
 
 
 def scope_seed(scope: PromptScope) -> int:
-    """The seed of the first block of a job's prompt, where whoever chooses its prefill engine names blocks."""
+    """The seed of the first block of a job's prompt, for the names by which its prefill engine is chosen."""
     return root_seed(None) if scope == NO_SCOPE else xxh3_64_intdigest(b"scope:" + scope.digest) or 1
 
 

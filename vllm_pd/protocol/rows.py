@@ -51,27 +51,28 @@ class BlockRows(msgspec.Struct, frozen=True):
 
     def count(self, tokens: int, cached_blocks: int) -> int:
         """How many rows a prompt of so many tokens has, the `cached_blocks` of the first group included."""
-        end = -(-tokens // self.block_size)
-        return end + sum(max(0, end - first) for first in self._firsts(tokens, cached_blocks)[1:])
+        return sum(len(entries) for _, entries in self._entries(tokens, cached_blocks))
 
     def pick(self, tables: Sequence[Sequence[B]], tokens: int, cached_blocks: int) -> list[B]:
         """The rows of a prompt of so many tokens, from the block table of each group, which has a block or a filler for
         each `block_size` tokens, or `state_tokens`. Raises ValueError where a table ends before the prompt does."""
-        windows = self.windows or (0, )
-        ends = [-(-tokens // (self.state_tokens if window and self.state_tokens else self.block_size))
-                for window in windows]
-        if len(tables) != len(ends) or any(len(table) < end for table, end in zip(tables, ends, strict=True)):
+        found = self._entries(tokens, cached_blocks)
+        if len(tables) != len(found) or any(len(tables[group]) < entries.stop for group, entries in found):
             raise ValueError(f"block tables of {[len(table) for table in tables]} blocks for {tokens} tokens of "
-                             f"{self.block_size} a block in {len(ends)} groups")
-        order = [self.lead, *(group for group in range(len(tables)) if group != self.lead)]
-        firsts = [ends[group] - 1 if windows[group] and self.state_tokens else first
-                  for group, first in zip(order, self._firsts(tokens, cached_blocks), strict=True)]
-        return [block for group, first in zip(order, firsts, strict=True) for block in tables[group][first:ends[group]]]
+                             f"{self.block_size} a block in {len(found)} groups")
+        return [block for group, entries in found for block in tables[group][entries.start:entries.stop]]
 
-    def _firsts(self, tokens: int, cached_blocks: int) -> list[int]:
-        """The number of the first block that is a row: of the leading group, then of the others in order."""
-        others = [window for group, window in enumerate(self.windows) if group != self.lead]
-        return [0, *(max(cached_blocks, first_needed(window, tokens) // self.block_size) for window in others)]
+    def _entries(self, tokens: int, cached_blocks: int) -> list[tuple[int, range]]:
+        """(group, which entries of its table are rows): of the leading group, then of the others in order."""
+        windows, found = self.windows or (0, ), []
+        for group in (self.lead, *(group for group in range(len(windows)) if group != self.lead)):
+            window = windows[group]
+            has_states = bool(window and self.state_tokens)
+            size = self.state_tokens if has_states else self.block_size
+            cached = 0 if group == self.lead or has_states else cached_blocks
+            end, first = -(-tokens // size), max(cached, first_needed(window, tokens) // size)
+            found.append((group, range(min(first, end), end)))
+        return found
 
 
 def first_needed(window: int, tokens: int) -> int:

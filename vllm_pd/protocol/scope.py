@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from vllm_pd.protocol.fields import stable_values
+
 MAX_SALT_BYTES = 512  # in UTF-8
 MAX_SCOPES = 256  # in the entry of one engine
 SALT = "salt"
@@ -32,11 +34,8 @@ class PromptScope(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        """Names it: 32 bytes, of which nobody can make two scopes with the same. Empty where there is nothing in it. A
-        field that another release has beside these, and that is empty, changes nothing."""
-        values = list(msgspec.structs.astuple(self))
-        while values and not values[-1]:
-            values.pop()
+        """Names it: 32 bytes, of which nobody can make two scopes with the same. Empty where there is nothing in it."""
+        values = stable_values(self)
         return hashlib.sha256(msgspec.msgpack.encode(values)).digest() if values else b""
 
 

@@ -23,7 +23,7 @@ from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.rows import BlockRows
-from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
+from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.features import can_go_remote, scope_of
 from vllm_pd.v1.groups import usable_hit
@@ -217,7 +217,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         return request.prompt_token_ids[:self._num_remote(request)]
 
     def _scope(self, request: Request) -> PromptScope:
-        return scope_of(request) if can_go_remote(request) else NO_SCOPE
+        return scope_of(request)
 
     def _priority(self, request: Request) -> int:
         return request.priority

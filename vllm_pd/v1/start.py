@@ -49,8 +49,9 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
         logger.log(level, "layers are in groups of blocks %s: no prefix is read from a decode engine (prefix_reads), "
                    "and no prompt kept for one (hold_s)", "for KV and for states" if rows.state_tokens else
                    f"with windows of {rows.windows} tokens (0: all); --disable-hybrid-kv-cache-manager has both")
-    names = {name for group in groups for name in group.layer_names}  # of one stage, where there are states
-    kv_layers = len(names.difference(state_layers(groups))) if rows.state_tokens else None
+    kv_layers = None
+    if rows.state_tokens:  # then there is one stage: these are all layers
+        kv_layers = sum(len(group.layer_names) for group in groups) - len(state_layers(groups))
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
                                               config.holds_prompts, rows.windows, states_name(groups))
