@@ -132,11 +132,11 @@ def test_few_samples_have_no_99th_percentile():
 
 
 def test_what_is_compared(tmp_path):
-    """The other tree, the same with another interval, and this one on each rim asked for."""
+    """The other tree, the same with another interval, and this one on each backend asked for."""
     names = [each.name for each in measure.variants(tmp_path, ["shared-memory", "network"], 16)]
     assert names == ["other", "other, every 16", "shared-memory", "network"]
     assert [each.name for each in measure.variants(None, ["network"], 0)] == ["network"]
-    with pytest.raises(ConfigError, match="--rim"):
+    with pytest.raises(ConfigError, match="--backend"):
         measure.variants(None, ["pigeons"], 0)
     with pytest.raises(ConfigError, match="--stop-every"):
         measure.variants(None, ["network"], 16)

@@ -36,7 +36,7 @@ class RemoteWork:
 
 
 class FakePeers(SchedulerBinding):
-    """Stands where `Disaggregation` stands. `wants_remote` decides; the test says what becomes of the work."""
+    """Stands where `V0Handover` stands. `wants_remote` decides; the test says what becomes of the work."""
 
     def __init__(self, scheduler: Scheduler, wants_remote: Callable[[SequenceGroup], bool]) -> None:
         self.pending_blocks = PendingBlocks(scheduler.block_manager)

@@ -99,15 +99,15 @@ def test_a_cable_of_their_own_has_its_rate(pair):
 
 def test_a_host_without_power_says_nothing(pair):
     server, client = pair
-    standing = client.start([sys.executable, "-c", "import socket; "
+    waiting = client.start([sys.executable, "-c", "import socket; "
                              f"s = socket.create_connection(('{server.ip}', {PORT})); print('open', flush=True); "
                              "s.settimeout(3.0); s.recv(1)"], subprocess.PIPE, client.folder / "log", text=True)
-    assert standing.stdout.readline() == "open\n"
+    assert waiting.stdout.readline() == "open\n"
     inside = psutil.Process(server.pid)
     server.power_off()
     assert not inside.is_running()
     assert attempt(client, server) == "silent"
-    assert standing.wait(30.0) and "timed out" in (client.folder / "log").read_text()
+    assert waiting.wait(30.0) and "timed out" in (client.folder / "log").read_text()
 
 
 def test_nothing_is_left_over(tmp_path):

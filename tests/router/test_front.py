@@ -899,17 +899,17 @@ async def test_where_events_are_may_come_in_several_pieces(monkeypatch):
 
 async def test_no_error_of_its_own_ends_the_probing_or_the_sweeping():
     async with serving(1, Policy.KV) as (served, [engine]):
-        stumbles = [ValueError("a bug")] * 3
+        errors = [ValueError("a bug")] * 3
 
         def came_up(worker):
-            if stumbles:
+            if errors:
                 worker.fail(WorkerFailure.PROBE, "again")
-                raise stumbles.pop()
+                raise errors.pop()
 
         served.router.probes._on_up = came_up
         served.worker(engine).fail(WorkerFailure.PROBE, "away for a moment")
-        await served.until(lambda: not stumbles and served.worker(engine).state.value == "up")
-        assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="stumbled") == 3
+        await served.until(lambda: not errors and served.worker(engine).state.value == "up")
+        assert served.count("vllm:pd_router_probes_total", worker=engine.url, outcome="error") == 3
 
         class Index:
             sweeps = 0

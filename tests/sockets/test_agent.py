@@ -179,7 +179,7 @@ def engine(request):
     for one in engines:
         one.close()
         assert one.agent.error is None or isinstance(one.agent.error, Planned)
-        assert "link_frame_stumble" not in one.agent.dropped()
+        assert "link_frame_error" not in one.agent.dropped()
 
 
 class Planned(Exception):
@@ -922,7 +922,7 @@ def test_death_of_the_thread_is_told_and_all_stays_local(pair):
     decode.agent.close()
 
 
-def test_one_message_that_we_stumble_over_does_not_end_the_thread(pair, raw):
+def test_one_message_with_an_unexpected_error_does_not_end_the_thread(pair, raw):
     decode, _ = pair
 
     def fail(now, sender, message):
@@ -930,10 +930,10 @@ def test_one_message_that_we_stumble_over_does_not_end_the_thread(pair, raw):
 
     receive, decode.protocol._core.decode_half.receive = decode.protocol._core.decode_half.receive, fail
     raw.socket.send(codec.encode("x", m.Renew(decode.protocol.decode.next_attempt("r"), 1, 1)))
-    wait_for(lambda: "link_frame_stumble" in decode.agent.dropped())
+    wait_for(lambda: "link_frame_error" in decode.agent.dropped())
     decode.protocol._core.decode_half.receive = receive
     assert decode.agent.error is None
-    del decode.agent._socket_counters["frame_stumble"]
+    del decode.agent._socket_counters["frame_error"]
     assert isinstance(raw.ask("x", m.Renew(decode.protocol.decode.next_attempt("r"), 1, 1)), m.Cancel)
 
 

@@ -258,7 +258,7 @@ async def test_b81_noise_on_the_side_socket_is_counted_and_dropped(endpoint):
         await until_right(front, index, subscriber)
         while sum(front.engine.announcer._side.counters.values()) < 52:
             await asyncio.sleep(0.01)
-        assert not front.engine.announcer.counters["stumbles"]
+        assert not front.engine.announcer.counters["errors"]
     noise.close()
     context.term()
 
@@ -277,7 +277,7 @@ async def test_b81_noise_in_the_events_is_counted_and_dropped(endpoint):
             await asyncio.sleep(0.01)
         front.engine.store(2)
         await until_right(front, index, subscriber)
-        assert not subscriber.counters["stumbles"]
+        assert not subscriber.counters["errors"]
 
 
 async def test_b82_a_side_socket_with_a_key_tells_a_stranger_nothing(endpoint):
@@ -306,7 +306,7 @@ async def test_an_engine_of_another_block_size_is_refused_and_the_reason_said(en
         front.engine.store(1)
         while subscriber.state is not SubscriberState.SEARCHING:
             await asyncio.sleep(0.01)
-        assert "block_size" in caplog.text and not subscriber.counters["stumbles"]
+        assert "block_size" in caplog.text and not subscriber.counters["errors"]
         subscriber._index = subscriber.holdings._index = index
 
 
@@ -317,7 +317,7 @@ async def test_b80_an_address_that_is_none_is_said(endpoint, caplog, where):
     subscriber.start()
     await becomes(lambda: "nonsense" in caplog.text)
     await subscriber.close()
-    assert not subscriber.counters["stumbles"]
+    assert not subscriber.counters["errors"]
 
 
 @pytest.mark.skipif(not is_free("::1", 0), reason="no IPv6 here")
@@ -366,7 +366,7 @@ async def test_what_an_engine_elsewhere_keeps_to_its_machine_is_not_looked_for_o
             await asyncio.sleep(0.3)
             assert subscriber.load is None and not index.workers() and not subscriber.counters["snapshots_asked"]
             await subscriber.close()
-        assert not subscriber.counters["stumbles"] and not subscriber.counters["strangers"]
+        assert not subscriber.counters["errors"] and not subscriber.counters["strangers"]
     finally:
         ours.close()
 
@@ -391,7 +391,7 @@ async def test_another_engine_at_the_same_port_is_not_taken_for_this_one(endpoin
         other.close()
 
 
-async def test_b61_an_engine_that_has_stumbled_is_still_the_same(endpoint, monkeypatch):
+async def test_b61_an_engine_that_had_an_error_is_still_the_same(endpoint, monkeypatch):
     monkeypatch.setattr(followers, "LOST_S", PATIENCE_S)
     front = Front()
     engine = front.engine = FakeEngine(endpoint)
@@ -400,14 +400,14 @@ async def test_b61_an_engine_that_has_stumbled_is_still_the_same(endpoint, monke
         await until_right(front, index, subscriber)
         searches, publish = subscriber.counters["searches"], engine.announcer._publish
 
-        def stumble(events: list) -> None:
+        def fail(events: list) -> None:
             engine.announcer._publish = publish
             raise RuntimeError("once")
 
-        engine.announcer._publish = stumble
+        engine.announcer._publish = fail
         engine.store(2)
         await until_right(front, index, subscriber)
-        assert engine.announcer.counters["stumbles"] == 1 and subscriber.counters["restarts"] == 1
+        assert engine.announcer.counters["errors"] == 1 and subscriber.counters["restarts"] == 1
         async with aiohttp.ClientSession() as session:  # one that comes now reads the old notice
             late = Subscriber(subscriber.worker, PrefixIndex(BLOCK_SIZE), session)
             late.start()
@@ -431,7 +431,7 @@ async def test_a_load_that_cannot_be_read_leaves_the_events_alone(endpoint):
             await asyncio.sleep(0.01)
         await until_right(front, index, subscriber)
         assert subscriber.load.running == 7 and subscriber.load_age_s < PATIENCE_S
-        assert not engine.announcer.counters["stumbles"] and not subscriber.counters["restarts"]
+        assert not engine.announcer.counters["errors"] and not subscriber.counters["restarts"]
         engine.announcer._read_load, engine.load = failing, m.EngineLoad(running=8)
         while subscriber.load.running != 8:
             await asyncio.sleep(0.01)
@@ -452,7 +452,7 @@ async def test_without_events_the_snapshots_do(endpoint, caplog, monkeypatch):
             await asyncio.sleep(0.02)
         await until_right(front, index, subscriber)
         assert subscriber.counters["snapshots_asked"] - asked <= (time.monotonic() - began) / POLLED_S + 1
-        assert "tcp://*:PORT" in caplog.text and not subscriber.counters["stumbles"]
+        assert "tcp://*:PORT" in caplog.text and not subscriber.counters["errors"]
 
 
 async def test_an_engine_without_snapshots_reports_its_load(endpoint):

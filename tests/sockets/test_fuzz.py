@@ -264,7 +264,7 @@ def test_b81_a_decode_engines_socket(broker, context):
         assert ends["Prefilled"] and agent.protocol.operators.totals()["decode_granted"] > 10 and answers > total / 20
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
-        assert "link_frame_stumble" not in dropped and len(dropped) < 60 and dropped["link_name_taken"], dropped
+        assert "link_frame_error" not in dropped and len(dropped) < 60 and dropped["link_name_taken"], dropped
         assert len(agent.protocol.operators.debug_state()["peers"]) <= agent.protocol._core.decode_half.limits.max_peers
         decode.bell.clear()
         decode.events.clear()
@@ -295,7 +295,7 @@ def test_b81_an_engine_that_is_told_to_drain_again_and_again(broker, context):
         assert fresh.poll(60_000)
         reply = codec.decode(fresh.recv_multipart())[1]
         assert isinstance(reply, m.StatusReply) and reply.member.draining and engine.agent.error is None
-        assert "link_frame_stumble" not in engine.agent.dropped()
+        assert "link_frame_error" not in engine.agent.dropped()
 
 
 def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context):
@@ -389,7 +389,7 @@ def test_b81_a_prefill_engines_lines_to_its_broker_and_to_decode_engines(context
         assert agent.protocol.operators.totals()["prefill_granted"] > 10
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
-        assert "link_frame_stumble" not in dropped and len(dropped) < 60, dropped
+        assert "link_frame_error" not in dropped and len(dropped) < 60, dropped
         assert agent.counts()["sockets"] < 1100
 
 
@@ -466,7 +466,7 @@ def test_b81_nats_subjects_values_and_inboxes(tmp_path):
             counts = prefill.agent.dropped()
             print(counts)
             assert all(counts[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), counts
-            assert "link_frame_stumble" not in counts and len(counts) < 60
+            assert "link_frame_error" not in counts and len(counts) < 60
             decode.expect_view(lambda view: view.broker_up and view.prefill_peers >= 1)
             take_events(prefill), take_events(decode)
             prefill.events.clear(), decode.events.clear()

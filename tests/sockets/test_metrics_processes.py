@@ -27,7 +27,7 @@ def test_the_processes_of_one_front_end_share_an_engines_figures(tmp_path):
     """V1: each gets a part of what an engine has counted. A gauge's value is what was set last, in any process."""
     part = ("from vllm_pd.handover.metrics import PDMetrics\n"
             "m = PDMetrics('m', {engine}); m.attempt('done'); m.parked_blocks.set({blocks})\n"
-            "m.standing('kv_both', {draining}, False)\n")
+            "m.engine_state('kv_both', {draining}, False)\n")
     front_end = ("import prometheus_client as p\nfrom prometheus_client import multiprocess\n"
                  "r = p.CollectorRegistry(); multiprocess.MultiProcessCollector(r)\n"
                  "print(p.generate_latest(r).decode())\n")

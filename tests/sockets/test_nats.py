@@ -274,16 +274,16 @@ def test_a_fault_of_ours_ends_one_connection_only(speaker, monkeypatch):
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
     register, first = nats_session.NatsSession._register, iter([True])
 
-    async def stumble(self, message):
+    async def fail(self, message):
         if next(first, False):
             raise KeyError("a fault of ours")
         await register(self, message)
 
-    monkeypatch.setattr(nats_session.NatsSession, "_register", stumble)
-    wait_for(lambda: d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"],
+    monkeypatch.setattr(nats_session.NatsSession, "_register", fail)
+    wait_for(lambda: d.line.counters["nats_error"] + p.line.counters["nats_error"],
              meanwhile=lambda: live(0.05, d, p))
     live(1.0, d, p)
-    assert d.line.counters["nats_stumble"] + p.line.counters["nats_stumble"] == 1
+    assert d.line.counters["nats_error"] + p.line.counters["nats_error"] == 1
     wait_for(lambda: d.put(1).refusal is None, "after an unexpected error a heartbeat comes first",
              meanwhile=lambda: live(0.05, d, p))
     p.take(1)

@@ -447,12 +447,12 @@ def test_b102_b10_what_nobody_has_claimed_makes_room(holder):
     for at, name in ((10.0, old), (11.0, late), (13.5, last)):
         holder.holds.add(at, name, DIGEST, [7, 8])
     holder.receive(9.0, "d", claim())
-    assert holder.holds.make_room(14.0) == [HoldEnded(old, HoldEnd.CLOSED), HoldEnded(late, HoldEnd.CLOSED)]
-    assert holder.holds.make_room(16.5) == []
+    assert holder.holds.end_old(14.0) == [HoldEnded(old, HoldEnd.CLOSED), HoldEnded(late, HoldEnd.CLOSED)]
+    assert holder.holds.end_old(16.5) == []
     (denied,) = holder.receive(16.6, "d", claim(TWO, old))
     assert denied.message.reason is m.DenyReason.UNKNOWN
     assert HoldEnded(last, HoldEnd.CLOSED) in holder.handle_timeout(17.0)
-    assert holder.holds.make_room(1e6) == [] and holder.holds.states() == {HOLD: ONE}
+    assert holder.holds.end_old(1e6) == [] and holder.holds.states() == {HOLD: ONE}
 
 
 def test_many_holds_cost_no_more_a_turn_than_one(holder):

@@ -18,7 +18,7 @@ from vllm_pd.transfer.device import (
     OrderedTransfer,
 )
 from vllm_pd.transfer.requests import CancelTransfer, DropTransferPeer, Flush
-from vllm_pd.v0.engine import Disaggregation
+from vllm_pd.v0.engine import V0Handover
 from vllm_pd.v0.turns import DecodeTurns
 
 NONE, OWNER, ALL_DEVICES = 0, 100, 200
@@ -112,7 +112,7 @@ def test_b3_the_flush_comes_before_all_else_of_its_step():
 
 
 def binding(device, progress: Progress) -> SimpleNamespace:
-    """As much of a decode engine's `Disaggregation` as these steps use."""
+    """As much of a decode engine's `V0Handover` as these steps use."""
     return SimpleNamespace(
         _device=device, transfer=device, _progress=progress, _flush_due=False, _requests=[], in_loop=True,
         _collect=lambda: None,
@@ -125,8 +125,8 @@ def binding(device, progress: Progress) -> SimpleNamespace:
 def flushes(one: SimpleNamespace) -> list:
     """What the step after `take_progress` carries down."""
     outputs = SimpleNamespace(memory_transfer_requests=[], ignored_seq_groups=[], num_prefill_groups=0)
-    Disaggregation.take_progress(one)
-    Disaggregation.after_schedule(one, outputs)
+    V0Handover.take_progress(one)
+    V0Handover.after_schedule(one, outputs)
     return outputs.memory_transfer_requests
 
 
@@ -144,7 +144,7 @@ def test_b3_the_step_that_may_use_what_has_come_flushes(progress, flushed):
 
 def test_b3_a_step_that_is_given_up_leaves_the_flush_to_the_next():
     one = binding(SimpleNamespace(needs_flush=True), Progress(finished_prefills=[ATTEMPT]))
-    Disaggregation.return_transfer_requests(one, SimpleNamespace(memory_transfer_requests=flushes(one)))
+    V0Handover.return_transfer_requests(one, SimpleNamespace(memory_transfer_requests=flushes(one)))
     assert flushes(one) == [Flush()]
 
 
@@ -155,6 +155,6 @@ def test_b22_blocks_are_offered_only_when_the_device_is_done(caplog):
     one = binding(CudaDevice(cuda, Driver(calls, OWNER, OPTION_HOST)), Progress())
     for idle in (True, False, False):
         cuda.idle = idle
-        Disaggregation._settle_device(one)
+        V0Handover._settle_device(one)
     assert calls == ["synchronize"] * 3
     assert caplog.text.count("the device was busy between two steps") == 1

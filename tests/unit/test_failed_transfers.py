@@ -17,7 +17,7 @@ import torch
 
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.errors import TransferError
-from vllm_pd.handover.engine import HandoverEngine, close_engine
+from vllm_pd.handover.engine import Handover, close_engine
 from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import PrefillHandover
@@ -360,7 +360,7 @@ class Jobs(PrefillHandover):
     _by_priority = False
 
 
-class Steps(HandoverEngine):
+class Steps(Handover):
     """What P's engine collects between two steps. It decodes nothing."""
 
     def __init__(self, pair: "Pair") -> None:

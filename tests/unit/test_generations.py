@@ -335,8 +335,8 @@ def test_b106_on_one_machine_the_two_go_on_and_the_blocks_stay_set_aside():
     for us in (near.d, near.p):
         near.renew(us)
         near.retire(us)
-    assert near.take("d", Released) == [] and near.d.operators.lasting_attempts() == {attempt}
-    assert near.p.operators.lasting_attempts() == {attempt}
+    assert near.take("d", Released) == [] and near.d.operators.unproven_attempts() == {attempt}
+    assert near.p.operators.unproven_attempts() == {attempt}
     assert near.granted()[1].peer == "d~1"
     near.d.control.peer_dead("p")
     near.pump()

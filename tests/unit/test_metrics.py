@@ -34,7 +34,7 @@ def test_counts_appear_under_their_labels():
     metrics.parked_blocks.set(7)
     metrics.quarantined_blocks.set(2)
     metrics.sending_blocks.set(1)
-    metrics.standing("kv_both", draining=False, control_dead=True)
+    metrics.engine_state("kv_both", draining=False, control_dead=True)
     seen = exposed()
     assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="local", reason="queue") == 2
     assert seen.value("vllm:pd_decisions_total", model_name="labels", decision="remote", reason="length") == 1

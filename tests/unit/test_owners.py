@@ -4,16 +4,16 @@ from vllm_pd.rpc.owners import MAX_PROBED, PROBE_S, NameOwners
 
 
 def test_b110_a_name_is_anothers_while_its_connection_stands():
-    now, asked, standing = [0.0], [], {"p"}
+    now, asked, alive = [0.0], [], {"p"}
 
     def stands(name):
         asked.append(name)
-        return name in standing
+        return name in alive
 
     owners = NameOwners(stands, lambda: now[0])
     assert not owners.is_anothers("p", None, b"1") and not owners.is_anothers("p", b"1", b"1") and not asked
     assert owners.is_anothers("p", b"1", b"2") and asked == ["p"]
-    standing.clear()
+    alive.clear()
     assert owners.is_anothers("p", b"1", b"2") and asked == ["p"], "it is not asked for each message of anybody"
     now[0] += PROBE_S
     assert not owners.is_anothers("p", b"1", b"2") and asked == ["p", "p"]

@@ -52,7 +52,7 @@ def test_prompts_of_the_same_step_are_waited_for_and_decodes_count(decoder):
 
 
 def test_steps_are_measured_by_the_clock(monkeypatch):
-    """By the real `Disaggregation`: from its step to what the loop asks next."""
+    """By the real `V0Handover`: from its step to what the loop asks next."""
     monkeypatch.setattr(measured, "MIN_TOKENS", BLOCK_SIZE)
     ring = Ring(monkeypatch)
     node = ring.add_engine(0.9, blocks=40, max_num_seqs=4)

@@ -225,7 +225,7 @@ async def test_b61_a_v1_engine_with_replay_is_followed_over_a_bad_wire_and_a_res
                     engine.step()
                     await until_right(engine, index, subscriber)
                     assert has_begun_anew(subscriber)
-            assert not subscriber.counters["stumbles"]
+            assert not subscriber.counters["errors"]
     finally:
         wire.close()
         engine.close()

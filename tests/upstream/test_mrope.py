@@ -7,7 +7,7 @@ import torch
 from vllm.sequence import SequenceData, SequenceGroupMetadata
 from vllm.worker.model_runner import CUDAGraphRunner, ModelInputForGPUBuilder
 
-from vllm_pd.v0.engine import Disaggregation
+from vllm_pd.v0.engine import V0Handover
 
 LENGTH = 40
 OLD = 7  # a position of an earlier batch
@@ -18,7 +18,7 @@ def park(data: SequenceData, on_gpu: bool) -> None:
     group = SimpleNamespace(first_seq=SimpleNamespace(remote_decode=None, data=data))
     nothing = SimpleNamespace(start=lambda *arguments: None)
     binding = SimpleNamespace(remote_prefills=nothing, _settle_device=lambda: None, _sets_mrope=on_gpu)
-    Disaggregation.start_remote_prefill(binding, "attempt", group, [0, 1, 2], 0)
+    V0Handover.start_remote_prefill(binding, "attempt", group, [0, 1, 2], 0)
 
 
 def gpu_positions(data: SequenceData) -> torch.Tensor:

@@ -30,7 +30,7 @@ from vllm_pd.protocol.actions import (
 from vllm_pd.protocol.messages import Attempt, Role, Timings
 from vllm_pd.transfer.device import HostDevice
 from vllm_pd.transfer.requests import Finished, TransferProgress, Write
-from vllm_pd.v0.engine import Disaggregation
+from vllm_pd.v0.engine import V0Handover
 from vllm_pd.v0.prefill import PrefillJobs
 
 CLOCK = time.monotonic
@@ -93,7 +93,7 @@ class Node:
         self.protocol = self.decode = self.prefill = self.operators = self
         extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",
                  "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
-        self.disagg = Disaggregation(self, {"kv_role": "kv_both", "extra": extra})
+        self.disagg = V0Handover(self, {"kv_role": "kv_both", "extra": extra})
         self.disagg.in_loop = True  # it is stepped, and does not sleep
         self.input = False
         self._after_schedule, self.disagg.after_schedule = self.disagg.after_schedule, self._carry

@@ -74,7 +74,7 @@ class SlotStore:
 
 
 class StorePeers(FakePeers):
-    """As `Disaggregation` with a store; nothing is handed over."""
+    """As `V0Handover` with a store; nothing is handed over."""
     stored: StoredPrefixes
 
     def choose_remote_prefill(self, seq_group, num_cached_tokens):

@@ -16,7 +16,7 @@ from vllm_pd.transfer.nixl import kept
 from vllm_pd.transfer.transport import rank_name
 from vllm_pd.v0 import engine as engine_module
 from vllm_pd.v0 import worker as worker_module
-from vllm_pd.v0.engine import Disaggregation
+from vllm_pd.v0.engine import V0Handover
 from vllm_pd.v0.worker import _enter, attach_transfer
 
 MEMBER = local_member(Role.DECODE, Fingerprint(PROTOCOL, "model", "f", "f", 16, 1, 1, 64, "hnd"))
@@ -67,7 +67,7 @@ def test_b20_an_engine_that_cannot_start_keeps_no_cache(monkeypatch, caches, err
                              model_config=SimpleNamespace(served_model_name="m"))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(error):
         port = taken.getsockname()[1] if error is ConfigError else 0
-        Disaggregation(engine, {"kv_role": "kv_consumer", "extra": {"broker": "tcp://127.0.0.1:9",
+        V0Handover(engine, {"kv_role": "kv_consumer", "extra": {"broker": "tcp://127.0.0.1:9",
                                                                     "bind": f"tcp://127.0.0.1:{port}"}})
     gc.collect()
     assert not caches and closed == [True]

@@ -39,7 +39,7 @@ from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
-from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.binding import V1Handover
 from vllm_pd.v1.groups import block_rows
 from vllm_pd.v1.metrics import MetricsRecorder
 
@@ -193,7 +193,7 @@ class FakeProtocol:
         self.held[hold] = digest, block_ids
         return self.holds
 
-    def make_room(self):
+    def end_old_holds(self):
         self.rooms += 1
 
     def lasting_hold_blocks(self):
@@ -206,7 +206,7 @@ class FakeProtocol:
         self.state.has_other_weights, self.state.hands_over = True, False
         self.close_unclaimed_holds()
 
-    def lasting_attempts(self):
+    def unproven_attempts(self):
         return set(self.lasting)
 
     def close_unclaimed_holds(self):
@@ -379,7 +379,7 @@ class Engine:
         self.config.parallel_config.pipeline_parallel_size = STAGES  # its own check wants as many devices
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(self.scheduler_block_size(), sha256)
-        self.scheduler = scheduler_module.PDScheduler(
+        self.scheduler = scheduler_module.make_scheduler(
             vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], self.make_groups()),
             structured_output_manager=StructuredOutputManager(self.config), block_size=self.scheduler_block_size(),
             hash_block_size=self.scheduler_block_size(), log_stats=True)
@@ -429,8 +429,8 @@ class Engine:
         """Of the KV of each layer."""
         return {"block_size": self.block_size, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 
-    def make_binding(self, *arguments: Any) -> EngineHandover:
-        return EngineHandover(*arguments)
+    def make_binding(self, *arguments: Any) -> V1Handover:
+        return V1Handover(*arguments)
 
     # Clients.
 
@@ -687,10 +687,10 @@ class Engine:
         """What this gauge of ours shows in the front end."""
         return [value for call, *values in self.counted() if call == name for value in values][-1]
 
-    def check_at_rest(self, stumbles: int = 0) -> None:
+    def check_at_rest(self, errors: int = 0) -> None:
         """B20: nothing is held by anybody, and so many events have ended in an unexpected error."""
         scheduler = self.scheduler
-        assert self.counted().count(["frames_dropped", "stumble"]) == stumbles
+        assert self.counted().count(["frames_dropped", "error"]) == errors
         scheduler.has_requests()
         assert not scheduler.requests and not scheduler.running and not len(scheduler.waiting)
         assert not len(scheduler.kv_holding_waiting) and not scheduler.deferred_frees

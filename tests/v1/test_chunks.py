@@ -71,12 +71,12 @@ class Sender:
         scheduler._preempt_request(request, 0.0, drop_stale_output=at_once)
         return request
 
-    def finish(self, *calls: str, stumbles: int = 0) -> None:
+    def finish(self, *calls: str, errors: int = 0) -> None:
         """All is over, and these were said. So many unexpected errors were counted."""
         self.engine.run()
         assert self.engine.protocol.calls == [(call, self.attempt) for call in calls]
         self.engine.check_answers()
-        self.engine.check_at_rest(stumbles)
+        self.engine.check_at_rest(errors)
 
 
 def raises_once(method, after: bool = False):
@@ -325,7 +325,7 @@ def test_b100_b20_b82_blocks_that_are_in_no_write_yet_come_free_with_the_job(sen
     else:
         jobs.give_back([sender.attempt], "this engine is paused", engine.binding._progress)
         engine.access.wake()
-    sender.finish("ended" if how == "cancel" else "failed", stumbles=1)
+    sender.finish("ended" if how == "cancel" else "failed", errors=1)
     assert len(sender.posted) == 1
 
 
@@ -352,7 +352,7 @@ def test_b100_b20_b82_an_error_while_an_end_is_counted_keeps_nothing(sender):
     metrics = sender.engine.binding._metrics
     metrics.transfer_bytes = raises_once(metrics.transfer_bytes)
     sender.end_write()
-    sender.finish("sent", stumbles=1)
+    sender.finish("sent", errors=1)
 
 
 @pytest.mark.parametrize("chunks", [0, 1], ids=["the first chunk", "the second chunk"])
@@ -364,7 +364,7 @@ def test_b100_b20_b82_blocks_that_could_not_be_held_leave_with_the_next_ones(sen
     fence.hold = raises_once(fence.hold)
     sender.send_all()
     assert [block for write in sender.posted for block in write.remote_block_ids] == list(range(100, 119))
-    sender.finish("sent", stumbles=1)
+    sender.finish("sent", errors=1)
 
 
 @pytest.mark.parametrize("push", [False, True])
@@ -373,7 +373,7 @@ def test_b100_b20_b82_a_prompt_whose_blocks_cannot_be_held_has_failed(model_fold
     sender = Sender(model_folder, in_flight, tokens=40, push_chunks=push)
     fence = sender.engine.binding.fence
     fence.hold = raises_once(fence.hold)
-    sender.finish("failed", stumbles=1)
+    sender.finish("failed", errors=1)
     assert not sender.posted
 
 

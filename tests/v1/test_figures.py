@@ -56,7 +56,7 @@ def test_each_rank_has_its_own_figures(model_folder):
         recorder = metrics.MetricsRecorder()
         recorder.parked_blocks.set(blocks)
         recorder.job(10)
-        recorder.standing("kv_both", engine == 1, False)
+        recorder.engine_state("kv_both", engine == 1, False)
         before = value("jobs_total", engine=str(engine))
         prom.observe(recorder.take().data, engine)
         assert value("jobs_total", engine=str(engine)) == before + 1

@@ -53,7 +53,7 @@ class HoldingFleetEngine(V1FleetEngine):
             return call
 
         protocol.claim_hold = claim_hold
-        for name in ("read_ended", "hold", "drop_hold", "lasting_hold_blocks", "make_room",
+        for name in ("read_ended", "hold", "drop_hold", "lasting_hold_blocks", "end_old_holds",
                      "close_unclaimed_holds"):
             setattr(protocol, name, spoken(name))
 

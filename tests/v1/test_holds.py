@@ -173,7 +173,7 @@ def test_b102_nothing_is_held_when_something_unexpected_goes_wrong(holder, broke
         monkeypatch.setattr(broken, fail)
     add(holder, "a", prompt(5 * BLOCK_SIZE), ASKS, count=1)
     holder.check_answers()
-    holder.check_at_rest(stumbles=1)
+    holder.check_at_rest(errors=1)
     assert not holder.params
 
 

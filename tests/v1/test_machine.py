@@ -18,7 +18,7 @@ from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.scope import NO_SCOPE
 from vllm_pd.protocol.writes import AttemptWrites
-from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.binding import V1Handover
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.prefill import InternalRequests
 from vllm_pd.v1.scheduler import HandoverScheduling
@@ -105,7 +105,7 @@ def answered_while_a_chunk_is_sent(monkeypatch):
 
 
 def gauges_of_the_last_but_one_update(monkeypatch):
-    monkeypatch.setattr(EngineHandover, "rest", lambda binding: None)
+    monkeypatch.setattr(V1Handover, "rest", lambda binding: None)
 
 
 def held_for_ever(monkeypatch):
@@ -141,13 +141,13 @@ def test_b34_b115_the_search_finds_planted_defects(model_folder, in_flight, defe
 
 def test_b20_the_search_finds_an_engine_that_sleeps_after_a_step_that_preempts(model_folder, monkeypatch):
     """With one step in flight: V1 begins none that waits in such a step."""
-    after_schedule = EngineHandover.after_schedule
+    after_schedule = V1Handover.after_schedule
 
     def without_preemptions(binding, output, throttled):
         output.preempted_req_ids = None
         after_schedule(binding, output, throttled)
 
-    monkeypatch.setattr(EngineHandover, "after_schedule", without_preemptions)
+    monkeypatch.setattr(V1Handover, "after_schedule", without_preemptions)
     assert "slept" in first_failure(model_folder, 1, MOST)
 
 

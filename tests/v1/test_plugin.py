@@ -87,4 +87,4 @@ def test_b114_a_server_s_configuration_is_ours_with_either_form_of_the_flag(flag
     done = subprocess.run([sys.executable, "-c", SERVER.replace("WORDS", repr(words))], capture_output=True, text=True,
                           timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == f"vllm_pd.v1.scheduler.PDScheduler {flag[2:4] != 'no'}"
+    assert done.stdout.splitlines()[-1] == f"vllm_pd.v1.scheduler.make_scheduler {flag[2:4] != 'no'}"

@@ -23,7 +23,7 @@ from vllm_pd.protocol.actions import Cancelled, Prefilled, Released
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.transfer.requests import Read
 from vllm_pd.v1.store import connector, with_peers
-from vllm_pd.v1.store.handover import HandoverWithStore
+from vllm_pd.v1.store.handover import V1HandoverWithStore
 
 
 class RankMemory:
@@ -66,7 +66,7 @@ class StoredEngine(Engine):
         paired.set_xfer_handshake_metadata_pp_aware({
             (0, rank): with_peers.PairedHandshake(None, connector.StoreHandshake(b"model %d" % rank, 1))
             for rank in range(self.ranks)})
-        return HandoverWithStore(paired._store, *arguments)
+        return V1HandoverWithStore(paired._store, *arguments)
 
     def step_of(self, output):
         """What the workers are to do for the store."""

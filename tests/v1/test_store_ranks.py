@@ -12,7 +12,7 @@ from tests.v1.simulated import BLOCK_SIZE, WrongRead
 from tests.v1.test_hazards import PARKED, prompt
 from tests.v1.test_store_handover import FakeView, StoredEngine, check_stored, put
 from vllm_pd.v1.store import connector, handover, with_peers
-from vllm_pd.v1.store.handover import HandoverWithStore
+from vllm_pd.v1.store.handover import V1HandoverWithStore
 
 
 class AloneEngine(StoredEngine):
@@ -132,7 +132,7 @@ def test_b104_a_part_that_is_replaced_after_the_look_up(make):
 
 
 def first_report_counts(monkeypatch) -> None:
-    monkeypatch.setattr(HandoverWithStore, "loads_ended", lambda binding, ended, failed: [
+    monkeypatch.setattr(V1HandoverWithStore, "loads_ended", lambda binding, ended, failed: [
         vars(binding._loads[one]).update(open_ranks=0, is_right=one not in failed) for one in ended
         if one in binding._loads])
 
@@ -142,7 +142,7 @@ def last_report_counts(monkeypatch) -> None:
         for one, ranks in ended.items():
             load = binding._loads[one]
             load.open_ranks, load.is_right = load.open_ranks - ranks, one not in failed
-    monkeypatch.setattr(HandoverWithStore, "loads_ended", loads_ended)
+    monkeypatch.setattr(V1HandoverWithStore, "loads_ended", loads_ended)
 
 
 def one_step_has_one_report(monkeypatch) -> None:
@@ -156,13 +156,13 @@ def one_failure_of_a_step_is_lost(monkeypatch) -> None:
 
 
 def blocks_go_with_the_first_report(monkeypatch) -> None:
-    loads_ended = HandoverWithStore.loads_ended
+    loads_ended = V1HandoverWithStore.loads_ended
 
     def release(binding, ended, failed):
         loads_ended(binding, ended, failed)
         for one in ended:
             binding._load_fence.release(handover._load_key(one))
-    monkeypatch.setattr(HandoverWithStore, "loads_ended", release)
+    monkeypatch.setattr(V1HandoverWithStore, "loads_ended", release)
 
 
 def hit_by_the_first_rank(monkeypatch) -> None:

@@ -113,8 +113,8 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
                                                        "patch to its data parallelism.")] = None,
        stop_every: Annotated[int, typer.Option(help="Measure the other one also with waves whose end is looked for at "
                                                     "the first step and then at every N-th; 0: not.")] = 0,
-       rim: Annotated[list[str] | None, typer.Option(help="How our ranks talk: shared-memory or network; may be given "
-                                                          "more than once. Default shared-memory.")] = None,
+       backend: Annotated[list[str] | None, typer.Option(help="How our ranks talk: shared-memory or network; may be "
+                                                              "given more than once. Default shared-memory.")] = None,
        bursts: Annotated[int, typer.Option(help="How many requests, one at a time, from idle to idle.")] = 30,
        requests: Annotated[int, typer.Option(help="How many requests a round under load has.")] = 60,
        rounds: Annotated[int, typer.Option(help="How many rounds under load, of which the median counts.")] = 5,
@@ -127,7 +127,7 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
     require_patched("dp")
     from vllm_pd.bench.dp import report
     from vllm_pd.bench.dp.measure import DpBench, measure, variants
-    compared = variants(other, rim or ["shared-memory"], stop_every)
+    compared = variants(other, backend or ["shared-memory"], stop_every)
     found = measure(DpBench(tuple(model), tuple(size or [2]), compared, bursts, requests, rounds, seed), logs,
                     typer.echo)
     print_table(report.table(found))
@@ -141,7 +141,7 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
 @bench_app.command("dp-ranks")
 def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many ranks; may be given more than once. "
                                                                    "Default 16, 64 and 256.")] = None,
-             rim: Annotated[str, typer.Option(help="How the ranks talk: shared-memory or network.")] = "network",
+             backend: Annotated[str, typer.Option(help="How the ranks talk: shared-memory or network.")] = "network",
              busy: Annotated[int, typer.Option(help="How many ranks have requests.")] = 1,
              requests: Annotated[int, typer.Option(help="How many each has, one after another.")] = 5,
              tokens: Annotated[int, typer.Option(help="How many forward passes a request takes.")] = 40,
@@ -150,7 +150,8 @@ def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many rank
     """Start many ranks, processes whose forward pass is only a barrier, and measure their step sync."""
     require_patched("dp-ranks")
     from vllm_pd.bench.dp.ranks import RanksBench, measure, table
-    found = measure(RanksBench(tuple(ranks or [16, 64, 256]), rim, busy, requests, tokens, step_ms / 1000), typer.echo)
+    bench = RanksBench(tuple(ranks or [16, 64, 256]), backend, busy, requests, tokens, step_ms / 1000)
+    found = measure(bench, typer.echo)
     print_table(table(found))
     write(found, output)
 

@@ -134,7 +134,7 @@ class NatsBackend(BrokerBackend):
             except AWAY as error:
                 self._log(f"NATS at {', '.join(self._address.urls)} can't be used: {error or type(error).__name__}")
             except Exception as error:  # an error of a server ends one connection only
-                self.counters["nats_stumble"] += 1
+                self.counters["nats_error"] += 1
                 self._log(f"unexpected error in the connection to NATS: {error!r}", exc_info=True)
             finally:
                 self.commands = None

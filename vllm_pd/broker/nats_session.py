@@ -290,7 +290,7 @@ class NatsSession:
             else:
                 self._counters["frame_unexpected"] += 1
         except Exception:  # one message must not silence the queue
-            self._counters["frame_stumble"] += 1
+            self._counters["frame_error"] += 1
             logger.exception("unexpected error in a message on %s", delivered.subject)
 
     async def _on_pull_end(self, delivered: Msg) -> None:

@@ -74,8 +74,8 @@ class EventAnnouncer:
                 pause_s = self._turn(time.monotonic())
             except Exception:
                 logger.exception("unexpected error in the thread that publishes KV events; subscribers start again")
-                self.counters["stumbles"] += 1
-                self.epoch = f"{m.life_of(self.epoch)}-{self.counters['stumbles']}"
+                self.counters["errors"] += 1
+                self.epoch = f"{m.life_of(self.epoch)}-{self.counters['errors']}"
                 self._sink.resync()
                 time.sleep(PAUSE_S)
         try:

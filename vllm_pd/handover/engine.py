@@ -39,7 +39,7 @@ RETIRE_KEY = "retire"
 _PREFILL_EVENTS = (Prefill, Cancelled, AddPeer, DropPeer)
 
 
-class HandoverEngine(ABC):
+class Handover(ABC):
     """The events and transfers of one engine. Used from its step loop only. A binding derives from it, and sets
     `remote_prefills` and `prefill_jobs` (None: this engine takes no jobs) before the first `_collect`."""
 
@@ -115,7 +115,7 @@ class HandoverEngine(ABC):
         shown = (self.protocol.state.role.value, self.protocol.state.draining, self.agent.error is not None)
         if shown != self._shown:
             self._shown = shown
-            self._metrics.standing(*shown)
+            self._metrics.engine_state(*shown)
         degraded = self.protocol.operators.degraded()
         if degraded != self._degraded:
             self._degraded = degraded
@@ -221,7 +221,7 @@ def guarded(metrics: PDMetrics, call: Callable[..., Any], *arguments: Any) -> An
         return call(*arguments)
     except Exception:
         logger.exception("unexpected error in %s", call)
-        metrics.frames_dropped("stumble")
+        metrics.frames_dropped("error")
         return None
 
 

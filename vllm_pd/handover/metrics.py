@@ -153,7 +153,7 @@ class PDMetrics:
         for cause in Cause:
             self._families.degraded.labels(*self._labels, cause.value).set(cause.value == reason)
 
-    def standing(self, role: str, draining: bool, control_dead: bool) -> None:
+    def engine_state(self, role: str, draining: bool, control_dead: bool) -> None:
         """Set the engine's present role, whether it drains, and whether its control thread has ended."""
         for one in ROLES:
             self._families.role.labels(*self._labels, one).set(one == role)

@@ -240,7 +240,7 @@ class ControlSession(Session):
         """Send goodbye once the drain is complete: nothing is open, nothing waits to be sent or to be polled."""
         if not self.state.draining or self.state.left:
             return
-        attempts = set(self._operators.open_attempts()) - self._operators.lasting_attempts()
+        attempts = set(self._operators.open_attempts()) - self._operators.unproven_attempts()
         is_open = bool(attempts or self._core.outbox or self._core.events)
         if self.state.is_drained(is_open, self._cluster.up):
             self.state.left = True

@@ -144,10 +144,10 @@ class OperatorSession(Session):
         return dict(list(faults.items())[:m.MAX_FENCES])
 
     @locked
-    def lasting_attempts(self) -> set[m.Attempt]:
+    def unproven_attempts(self) -> set[m.Attempt]:
         """The open ones that may last for long: nothing ends them but new transfer agents, here or there, or a death: a
         peer's, or that of this engine."""
-        return (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.given_up()
+        return (self._prefill.unproven_jobs() | self._prefill.unproven_reads() | self._decode.unproven()
                 | self._decode.reads.unproven_reads())
 
     @locked

@@ -124,10 +124,10 @@ class PrefillSession(Session):
         return True
 
     @locked
-    def make_room(self) -> None:
+    def end_old_holds(self) -> None:
         """A request waits for blocks, and nothing runs that would free some: end the holds that nobody has claimed for
         a few seconds."""
-        self._do(self._prefill.holds.make_room(self._clock()))
+        self._do(self._prefill.holds.end_old(self._clock()))
         self._core.wake()
 
     @locked

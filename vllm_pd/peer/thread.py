@@ -160,7 +160,7 @@ class ControlThread:
             try:
                 self._receive(source, sender, message)
             except Exception:  # one peer's message must not silence the engine for all others
-                self.sockets.counters["frame_stumble"] += 1
+                self.sockets.counters["frame_error"] += 1
                 logger.exception("unexpected error in a %s from %s", type(message).__name__, sender)
 
     def _receive(self, source: MessageSource, sender: str, message: m.Message) -> None:

@@ -51,7 +51,7 @@ class AttemptRecord:
         self.cached_blocks = cached_blocks
         self.state = AttemptState.QUEUED
         self.fenced = False
-        self.given_up = False  # by P, whose writes may land until P, this engine or the generation has ended
+        self.unproven = False  # given up by P, whose writes may land until P, this engine or the generation has ended
         self.submitted = self.deadline = self.next_put = 0.0
         self.times_queued = 0  # by the present broker; each time but the last, a P has taken it and has not claimed it
         self.granted_at = self.lease_until = self.next_cancel = self.cancel_retry_s = 0.0
@@ -78,7 +78,7 @@ class AttemptRecord:
         """From when on it is in doubt whether the fence will come down by P's word; infinite: not as it stands."""
         if not (self.fenced and self.is_elsewhere):
             return NEVER
-        if self.given_up or self.seems_lost:
+        if self.unproven or self.seems_lost:
             return LONG_AGO
         return self.cancelled_at + DOUBT_S if self.state.ended else NEVER
 

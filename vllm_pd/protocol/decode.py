@@ -236,7 +236,7 @@ class DecodeProtocol:
     def is_busy(self, now: float) -> bool:
         """See Half. Of a P on this machine nothing goes on in a write that it has given up."""
         return self.reads.is_busy(now) or any(
-            record.fenced and not record.given_up and now < record.doubted_at
+            record.fenced and not record.unproven and now < record.doubted_at
             for record in self._records.values() if self.generations.is_closing(record.generation))
 
     def renewed(self, now: float) -> list[Action]:
@@ -328,9 +328,9 @@ class DecodeProtocol:
         """Attempts whose blocks a P may write, and which P."""
         return {attempt: record.peer for attempt, record in self._records.items() if record.fenced}
 
-    def given_up(self) -> set[m.Attempt]:
+    def unproven(self) -> set[m.Attempt]:
         """Attempts that end with P's death or with this engine; of a P on another machine also with the generation."""
-        return {attempt for attempt, record in self._records.items() if record.given_up}
+        return {attempt for attempt, record in self._records.items() if record.unproven}
 
     def busy_peers(self) -> set[str]:
         """Ps that may write, or are read from."""
@@ -470,9 +470,9 @@ class DecodeProtocol:
 
     def _on_gave_up(self, now: float, sender: str, message: m.GaveUp) -> list[Action]:
         record = self._held_by(sender, message)
-        if record is None or record.given_up:
+        if record is None or record.unproven:
             return self._drop("gave_up_unknown")
-        record.given_up = True
+        record.unproven = True
         if record.generation == self.generations.current:  # else the two have begun anew already
             self.parted.add(sender)
         if record.state.ended:
@@ -520,7 +520,7 @@ class DecodeProtocol:
 
     def _cancel(self, now: float, record: AttemptRecord) -> list[Action]:
         limits = self.limits
-        if record.given_up:  # P has said all that it ever will
+        if record.unproven:  # P has said all that it ever will
             record.next_cancel = NEVER
             return []
         record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)

@@ -83,7 +83,7 @@ class Holds:
             hold.is_cut = True
             self._wait(now, hold, self.limits.drain_s)
 
-    def make_room(self, now: float) -> list[Action]:
+    def end_old(self, now: float) -> list[Action]:
         """The engine needs blocks: end what nobody has claimed for `drain_s`. What is newer lasts as long, at most."""
         actions: list[Action] = []
         for hold in self._unclaimed():

@@ -135,7 +135,7 @@ class GenerationProbes:
             try:
                 await self._probe(worker)
             except Exception:  # an error of our own must not end the probes of this worker
-                self._count(worker.url, "stumbled")
+                self._count(worker.url, "error")
                 logger.exception("unexpected error while probing %s", worker.url)
                 await asyncio.sleep(self._options.probe_backoff_s[0])
 

@@ -130,7 +130,7 @@ class RouterProxy:
             completes = request.generates and request.path in COMPLETING
             plan = await self._placer.plan(request.headers, request.body, completes, request.generates)
             if (self._prefills is not None and completes
-                    and await self._is_fatal_at_prefill(request, plan, headers, client)):
+                    and await self._run_prefill_leg(request, plan, headers, client)):
                 return await self._give_up(request, plan.model, True, self._fatal_answer(request), client)
             return await self._try_on(request, plan, headers, client)
         except asyncio.CancelledError:
@@ -154,7 +154,7 @@ class RouterProxy:
         await client.end()
         return HTTPStatus.OK
 
-    async def _is_fatal_at_prefill(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
+    async def _run_prefill_leg(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
                                    client: ClientConnection) -> bool:
         """Have a P compute the prompt, before a D gets the request. Returns whether the request may be what has crashed
         that P and another engine. Raises ClientGone."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Disaggregation`: the object that the patched V0 engine and scheduler call.
+"""`V0Handover`: the object that the patched V0 engine and scheduler call.
 
 One per engine, owned by it. Every method runs in the step loop's thread and returns at once, except `poll`, where the
 loop sleeps. No method raises because of what a peer, a message or a transfer does.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import zmq
 
-from vllm_pd.handover.engine import HandoverEngine, close_engine, finalize, guarded, ignore_end
+from vllm_pd.handover.engine import Handover, close_engine, finalize, guarded, ignore_end
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.agent import ControlAgent
@@ -49,7 +49,7 @@ LLM_PAUSE_S = 0.02  # of a loop that never sleeps by itself, before an empty ste
 NO_STEPS = "it runs no steps at present"
 
 
-class Disaggregation(HandoverEngine, EngineBinding):
+class V0Handover(Handover, EngineBinding):
     """The prefill/decode binding of one engine. `settings` is what `vllm_pd.v0.claim` left in the configuration."""
 
     def __init__(self, engine: LLMEngine, settings: dict[str, Any]) -> None:

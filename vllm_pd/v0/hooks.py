@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import DPEngineCoreProc
 
     from vllm_pd.v0.dp.engine import EngineSync
-    from vllm_pd.v0.engine import Disaggregation
+    from vllm_pd.v0.engine import V0Handover
     from vllm_pd.v0.interface import EngineBinding as EngineBinding  # for annotations in the patched scheduler
 
 
@@ -55,7 +55,7 @@ def check_engine(config: VllmConfig) -> None:
         check_config(config, settings)
 
 
-def attach_engine(engine: LLMEngine) -> Disaggregation | None:
+def attach_engine(engine: LLMEngine) -> V0Handover | None:
     """The binding of this engine, which owns it from then on; None where disaggregation is off. Also begins to publish
     the engine's KV events, where they are configured.
 
@@ -68,9 +68,9 @@ def attach_engine(engine: LLMEngine) -> Disaggregation | None:
     if settings is None:
         return None
     if settings["extra"].get("store") is None:
-        from vllm_pd.v0.engine import Disaggregation as Binding
+        from vllm_pd.v0.engine import V0Handover as Binding
     else:
-        from vllm_pd.v0.with_store import DisaggregationWithStore as Binding
+        from vllm_pd.v0.with_store import V0HandoverWithStore as Binding
     selection.hold(engine)
     return Binding(engine, settings)
 

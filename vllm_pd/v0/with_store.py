@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Disaggregation` of an engine with the key `store`: what the store has becomes a prefix hit first, and by that it is
+"""`V0Handover` of an engine with the key `store`: what the store has becomes a prefix hit first, and by that it is
 decided who computes the rest (`vllm_pd.v0.stored`).
 """
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_pd.store.metrics import StoreMetrics
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, byte_rows, model_of
 from vllm_pd.v0.checks import sample_cache
-from vllm_pd.v0.engine import Disaggregation
+from vllm_pd.v0.engine import V0Handover
 from vllm_pd.v0.fingerprint import fingerprint
 from vllm_pd.v0.stored import StoredPrefixes
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.005  # between two looks for the end of a load, while the engine sleeps
 
 
-class DisaggregationWithStore(Disaggregation):
-    """Its methods are those of `Disaggregation`, which say what each is for."""
+class V0HandoverWithStore(V0Handover):
+    """Its methods are those of `V0Handover`, which say what each is for."""
 
     def __init__(self, engine: LLMEngine, settings: dict[str, Any]) -> None:
         with contextlib.ExitStack() as opened:  # closes the store if the start fails

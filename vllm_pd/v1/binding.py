@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineHandover`: the binding of one V1 engine, in EngineCore's process and thread.
+"""`V1Handover`: the binding of one V1 engine, in EngineCore's process and thread.
 
 Built when the engine's loop begins. Updates come from the control thread and the transfer thread, which wake the
 engine; `look` applies them at once: requests are resumed or failed, fences come down, peers' jobs are added. No step
@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from vllm_pd.handover.engine import HandoverEngine, close_engine, finalize, guarded, ignore_end
+from vllm_pd.handover.engine import Handover, close_engine, finalize, guarded, ignore_end
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.jobs import PrefillCapacity
@@ -60,7 +60,7 @@ class StepMetadata(KVConnectorMetadata):
         self.brings_kv = brings_kv
 
 
-class EngineHandover(HandoverEngine):
+class V1Handover(Handover):
     """The binding of one engine. It owns `agent`, which runs, and `transfer`, which it starts; `close` ends both.
     `capacity` is that of the engine as a prefill engine; its `rows` are those of both roles. An engine whose layers are
     in several groups of blocks must keep no prompts and read no prefixes (`vllm_pd.v1.start`)."""
@@ -197,7 +197,7 @@ class EngineHandover(HandoverEngine):
                             and (len(self.fence) or self.remote_prefills.parked_ids()))
         lacks_room, self._lacks_room = self._lacks_room, False
         if self.stalled and lacks_room and not scheduler.deferred_frees:  # of blocks that a step in flight may write
-            self.protocol.prefill.make_room()
+            self.protocol.prefill.end_old_holds()
         if self._has_jobs():
             self.prefill_jobs.scheduled(self._step, output.num_scheduled_tokens)
             if not throttled:
@@ -319,7 +319,7 @@ class EngineHandover(HandoverEngine):
 
     def _passing_fences(self) -> set[Attempt]:
         """Those that come down while all engines live."""
-        return set(self.fence.attempts()) - self.protocol.operators.lasting_attempts()
+        return set(self.fence.attempts()) - self.protocol.operators.unproven_attempts()
 
     def _has_jobs(self) -> bool:
         """Whether a step may concern jobs of peers."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-SCHEDULER = "vllm_pd.v1.scheduler.PDScheduler"
+SCHEDULER = "vllm_pd.v1.scheduler.make_scheduler"
 STORE_MODULE = "vllm_pd.v1.store.activate_peers"  # has a PDConnector, too, which V1 then takes
 END_S = 5  # for the end of a process of the server after its drain
 V1_LIMITS = {

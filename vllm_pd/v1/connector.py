@@ -2,7 +2,7 @@
 """`PDConnector`: what `kv_connector` names, in its two roles. It only passes on.
 
 Scheduler role, in EngineCore: until the engine's loop begins every request stays local; `bind_engine` then builds the
-`EngineHandover`. Worker role, in each worker: `vllm_pd.v1.worker.RankWorker`. Nothing goes between the two with a
+`V1Handover`. Worker role, in each worker: `vllm_pd.v1.worker.RankWorker`. Nothing goes between the two with a
 step but its number and whether KV has come; no load, no failure and no end is ever reported in V1's sets of ids. With
 the store, what to put and to load goes with a step, too, and which loads have ended with its output
 (`vllm_pd.v1.store.with_peers`).
@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_pd.model.layers import check_groups
-from vllm_pd.v1.binding import EngineHandover, StepMetadata
+from vllm_pd.v1.binding import StepMetadata, V1Handover
 from vllm_pd.v1.groups import state_layers
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import asked_layout, served_name
@@ -52,7 +52,7 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_groups(kv_cache_config.kv_cache_groups)
-        self.binding: EngineHandover | None = None
+        self.binding: V1Handover | None = None
         self._handshakes: dict[tuple[int, int], RankHandshake] = {}
         self._rank: RankWorker | None = None
         if role is KVConnectorRole.WORKER:

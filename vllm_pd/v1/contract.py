@@ -19,7 +19,7 @@ class StepShare(NamedTuple):
 
 
 class StepBinding(Protocol):
-    """All in the engine's own thread. Documented at `vllm_pd.v1.binding.EngineHandover`."""
+    """All in the engine's own thread. Documented at `vllm_pd.v1.binding.V1Handover`."""
 
     @property
     def asleep(self) -> bool: ...

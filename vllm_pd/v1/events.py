@@ -31,7 +31,7 @@ from vllm_pd.v1.settings import fronts_of_server, ranks_of_server
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_pd.v1.binding import EngineHandover
+    from vllm_pd.v1.binding import V1Handover
     from vllm_pd.v1.scheduler import HandoverScheduling
 
 logger = logging.getLogger("vllm.pd")
@@ -67,7 +67,7 @@ def check_ports(config: VllmConfig) -> None:
 
 
 def report_load(config: PDConfig, front: str, scheduler: HandoverScheduling,
-                binding: EngineHandover) -> Callable[[], None]:
+                binding: V1Handover) -> Callable[[], None]:
     """Report the engine's load to routers. Returns what ends it. Raises ConfigError where the side socket can't
     listen at the host of `bind`."""
     (host, ) = hosts_of(config.bind)
@@ -88,7 +88,7 @@ def report_load(config: PDConfig, front: str, scheduler: HandoverScheduling,
     return close
 
 
-def load_reader(scheduler: HandoverScheduling, binding: EngineHandover) -> Callable[[], EngineLoad]:
+def load_reader(scheduler: HandoverScheduling, binding: V1Handover) -> Callable[[], EngineLoad]:
     """Returns what reads the load, in another thread than the engine's: queues are copied before they are read."""
     pool, own = scheduler.kv_cache_manager.block_pool, binding.agent.member.incarnation
 
@@ -96,7 +96,7 @@ def load_reader(scheduler: HandoverScheduling, binding: EngineHandover) -> Calla
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         fenced, parked = binding.fence.attempts(), set(binding.remote_prefills.parked_attempts())
         blocks = {attempt: len(binding.fence.block_ids(attempt)) for attempt in fenced}
-        lasting = binding.protocol.operators.lasting_attempts()  # with reads for peers' jobs that have failed
+        lasting = binding.protocol.operators.unproven_attempts()  # with reads for peers' jobs that have failed
         sending = [one for one in fenced if one.incarnation != own and one not in lasting]
         quarantined = [one for one in fenced if one not in parked and one not in sending]
         total = pool.num_gpu_blocks - 1  # the null block is nobody's

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_pd.v1.contract import StepBinding, StepShare
 
 
-def PDScheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverScheduling:
+def make_scheduler(*, vllm_config: VllmConfig, **arguments: Any) -> HandoverScheduling:
     """What `scheduler_cls` names: the scheduler for this configuration. Called by EngineCore, with keywords only."""
     base = AsyncHandoverScheduler if vllm_config.scheduler_config.async_scheduling else SyncHandoverScheduler
     return base(vllm_config=vllm_config, **arguments)

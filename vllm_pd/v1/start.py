@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine with our connector joins its peers: the parts of an `EngineHandover`, put together."""
+"""How an engine with our connector joins its peers: the parts of an `V1Handover`, put together."""
 from __future__ import annotations
 
 import dataclasses
@@ -17,7 +17,7 @@ from vllm_pd.protocol.scope import SALT
 from vllm_pd.rpc.ports import require_free_front
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.heap import freeze_heap
-from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.binding import V1Handover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
 from vllm_pd.v1.groups import block_rows, state_layers, states_name
@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.pd")
 
 
 def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], RankHandshake],
-                   make: Callable[..., EngineHandover] = EngineHandover) -> EngineHandover:
+                   make: Callable[..., V1Handover] = V1Handover) -> V1Handover:
     """Attach to the engine's ranks, start the control thread, and bind the scheduler by what `make` makes. Raises
     ConfigError and ControlError, which end the engine before it serves anybody."""
     from vllm_pd.v1.fingerprint import token_bytes

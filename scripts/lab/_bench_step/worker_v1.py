@@ -145,7 +145,7 @@ class V1SchedulerSteps(V1Steps):
         from vllm_pd.settings.engine import PDConfig
         from vllm_pd.transfer.engine import RemoteEngineTransfer
         from vllm_pd.transfer.ranks.gather import RankTransfers
-        from vllm_pd.v1.binding import EngineHandover
+        from vllm_pd.v1.binding import V1Handover
         from vllm_pd.v1.engine_access import EngineAccess
         from vllm_pd.v1.metrics import MetricsRecorder
 
@@ -157,7 +157,7 @@ class V1SchedulerSteps(V1Steps):
         config = PDConfig.parse(self.settings["kv_role"], self.settings["kv_connector_extra_config"])
         agent = ControlAgent(config, local_member(Role.BOTH, fingerprint), b"", access.wake)
         agent.start()
-        self.scheduler.connector.binding = EngineHandover(
+        self.scheduler.connector.binding = V1Handover(
             config, self.scheduler, access, agent, RemoteEngineTransfer(RankTransfers({})),
             PrefillCapacity(fingerprint.rows, 4099, 1, 1 << 16, self.load.prefix_caching,
                             self.scheduler.max_num_scheduled_tokens, self.config.cache_config.num_gpu_blocks),

@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 64
 
 
 class _Binding(FakePeers):
-    """In the place of `Disaggregation`: decode engine's half for real, the other half by `ScheduledEngine`."""
+    """In the place of `V0Handover`: decode engine's half for real, the other half by `ScheduledEngine`."""
 
     def __init__(self, engine: "ScheduledEngine"):
         super().__init__(engine.scheduler, lambda group: True)

@@ -98,7 +98,7 @@ def variants(other: Path | None, backends: Sequence[str], stop_every: int) -> tu
 def checked_backend(name: str) -> str:
     """The name. Raises ConfigError unless it is one of BACKENDS."""
     if name not in BACKENDS:
-        raise ConfigError("--rim", name, f"write one of {', '.join(BACKENDS)}")
+        raise ConfigError("--backend", name, f"write one of {', '.join(BACKENDS)}")
     return name
 
 

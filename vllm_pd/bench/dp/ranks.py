@@ -111,7 +111,7 @@ def _measure(bench: RanksBench, size: int) -> dict[str, Any]:
         for pipe in itertools.chain.from_iterable(pipes):
             pipe.close()
     assert len({each.forwards for each in done}) == 1
-    return {"ranks": size, "rim": bench.backend, "busy": bench.busy, "step_s": bench.step_s, "wall_s": wall_s,
+    return {"ranks": size, "backend": bench.backend, "busy": bench.busy, "step_s": bench.step_s, "wall_s": wall_s,
             "forwards": done[0].forwards} | {
                 key: sum(getattr(each, key) for each in done)
                 for key in ("dummies", "asks", "messages", "coordinator_cpu_s", "cpu_s")}

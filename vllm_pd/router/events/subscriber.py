@@ -185,7 +185,7 @@ class Subscriber:
                 pause_s = REFUSED_RETRY_S
             except Exception:
                 logger.exception("unexpected error in the subscriber of %s; it starts again", self.worker)
-                self.counters["stumbles"] += 1
+                self.counters["errors"] += 1
                 pause_s = RETRY_S
             self._forget()
             self.counters["searches"] += 1

@@ -53,7 +53,7 @@ class _Added(NamedTuple):
 
 class NixlGenerations:
     """A `Transport`. `name` is that of the first generation. For the parameters see NixlTransport. `newest` is the one
-    through which all goes that begins. A peer that is broken is that in its generation only."""
+    through which all goes that begins. A peer that is parted is that in its generation only."""
 
     def __init__(self, name: str, caches: list[torch.Tensor], description: CacheDescription,
                  progress_thread: bool = True, host: str = "127.0.0.1") -> None:

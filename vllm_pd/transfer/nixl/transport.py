@@ -41,7 +41,7 @@ What an error proves: nothing about the rest of the transfer. A transfer is many
 descriptor and one to flush them. NIXL (1.5, `nixlUcxBackendReqH::status`) reports the error of the last request, or of
 any other, while others are under way, and releasing the handle stops none of them. Nor does removing the peer prove it:
 NIXL closes the connection without waiting, and what a kernel or a network card has taken may arrive after that. So such
-an end says `may_land`. The peer is *broken* then: a further transfer is refused before anything is posted, so its end
+an end says `may_land`. The peer is *parted* then: a further transfer is refused before anything is posted, so its end
 is certain. It is so until it is dropped, which comes after its death.
 """
 from __future__ import annotations
@@ -128,8 +128,8 @@ class NixlTransport:
                                       self._agent.listens).encode()
         self._peers: dict[str, _NixlPeer] = {}
         self._dropped: set[str] = set()  # peers to remove after their last transfer has ended
-        self._broken: set[str] = set()  # peers with which a transfer has failed
-        self._uncertain: set[str] = set()  # those of them, dropped ones included, of whose transfers more may land
+        self._parted: set[str] = set()  # peers with which a transfer has failed
+        self._unproven: set[str] = set()  # those of them, dropped ones included, of whose transfers more may land
         self._local_lists: dict[bytes, int] = {}  # by their rows; peers with the same lanes share a list
         self._open: dict[str, _PostedTransfer] = {}
         self._finished: list[Finished] = []
@@ -172,7 +172,7 @@ class NixlTransport:
             return
         self._dropped.add(name)
         if all(write.peer != name for write in self._open.values()):
-            self._uncertain.discard(name)  # its engine is dead: until then nobody drops a peer that is broken
+            self._unproven.discard(name)  # its engine is dead: until then nobody drops a peer that is parted
         for key, write in self._open.items():
             if write.peer == name:
                 self._give_up(key, "peer dropped")
@@ -251,7 +251,7 @@ class NixlTransport:
             for key in list(self._open):
                 self._settle(key, agent.check)
             time.sleep(0.001)
-        ended = not self._open and not self._uncertain
+        ended = not self._open and not self._unproven
         for key, transfer in list(self._open.items()):
             self._end(key, "its transfer agent was destroyed" if reads_end else "closed",
                       may_land=not (reads_end and transfer.is_read))
@@ -291,7 +291,7 @@ class NixlTransport:
             raise TransferError(f"transfer {key} is already open")
         if peer not in self._peers or peer in self._dropped:
             raise TransferError(f"peer {peer} is not known")
-        if peer in self._broken:
+        if peer in self._parted:
             raise TransferError(f"an earlier transfer with peer {peer} failed: restart one of the two engines")
         try:
             return self._peers[peer], *pair_blocks(local_block_ids, remote_block_ids, self._cache,
@@ -363,11 +363,11 @@ class NixlTransport:
     def _fail(self, key: str, error: str) -> None:
         """It has ended in an error, and more of it may land."""
         peer = self._open[key].peer
-        if peer not in self._broken:
+        if peer not in self._parted:
             logger.warning("a transfer with peer %s failed (%s): no further one begins. If its process lives, restart "
                            "it or this engine", peer, error)
-        self._broken.add(peer)
-        self._uncertain.add(peer)
+        self._parted.add(peer)
+        self._unproven.add(peer)
         self._end(key, error, may_land=True)
 
     def _end(self, key: str, error: str, may_land: bool = False) -> None:
@@ -393,7 +393,7 @@ class NixlTransport:
 
     def _remove(self, name: str) -> None:
         self._dropped.discard(name)
-        self._broken.discard(name)
+        self._parted.discard(name)
         lists = self._peers.pop(name).lists
         if lists is not None:
             _quietly(self._live_agent().release_prepared, lists[1])

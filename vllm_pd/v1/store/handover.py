@@ -24,7 +24,7 @@ from vllm.v1.request import RequestStatus
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.protocol.messages import Attempt
-from vllm_pd.v1.binding import EngineHandover
+from vllm_pd.v1.binding import V1Handover
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -54,7 +54,7 @@ class OpenLoad:
     is_right: bool = True
 
 
-class HandoverWithStore(EngineHandover):
+class V1HandoverWithStore(V1Handover):
     """`store`: of the scheduler role. The connector owns it, and passes requests and steps on to it."""
 
     def __init__(self, store: PDStoreConnector, *arguments: Any) -> None:

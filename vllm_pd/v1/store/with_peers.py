@@ -2,7 +2,7 @@
 """`PDConnector` of an engine that uses the store, too (the key `store`).
 
 It owns a `PDStoreConnector` and passes V1's calls on to both, as upstream's MultiConnector would, but for three things.
-What the store has is loaded before it is decided who computes the rest (`HandoverWithStore`). The handshakes of both
+What the store has is loaded before it is decided who computes the rest (`V1HandoverWithStore`). The handshakes of both
 reach EngineCore. And no load is reported in V1's own sets: an aborted request is gone at once, and V1 ends at the id of
 one that it does not know. The report goes beside them (`LoadReport`).
 """
@@ -29,7 +29,7 @@ from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import served_name
 from vllm_pd.v1.start import begin_handover
 from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreReport, StoreStep
-from vllm_pd.v1.store.handover import HandoverWithStore
+from vllm_pd.v1.store.handover import V1HandoverWithStore
 from vllm_pd.v1.store.stats import StorePromMetrics
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def store_config(config: VllmConfig) -> VllmConfig:
 class PDConnectorWithStore(PDConnector):
     """Both, in either role."""
 
-    binding: HandoverWithStore | None
+    binding: V1HandoverWithStore | None
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -128,7 +128,7 @@ class PDConnectorWithStore(PDConnector):
     def bind_engine(self, engine: EngineCoreProc) -> None:
         """The engine's loop is about to begin: join the peers."""
         if self.binding is None:
-            self.binding = begin_handover(engine, self._handshakes, functools.partial(HandoverWithStore, self._store))
+            self.binding = begin_handover(engine, self._handshakes, functools.partial(V1HandoverWithStore, self._store))
 
     def on_new_request(self, request: Request) -> None:
         """A request has come, perhaps a peer's job."""
