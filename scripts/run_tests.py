@@ -33,8 +33,11 @@ FAST = {
     "others": ("series", "unit", "proof"),
 }
 # Folders whose tests mostly wait run in several processes of pytest-xdist: "-n", how many.
-WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "hosts": 4, "router": 2, "v1": 2, "v1_engines": 2}
-BY_FILE = ("--dist", "loadfile")  # the tests of a file share its engines
+WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "hosts": 4, "router": 2, "transfer": 2,
+           "v1": 2, "v1_engines": 2}
+# The tests of a file share its engines. In pytest's order: of its own accord xdist begins with the files of most tests,
+# and with those of whole servers at the end, when nothing is left to run beside them.
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 SHARING = ("v1", "v1_engines")
 FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")

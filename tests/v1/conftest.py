@@ -10,6 +10,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 sys.path.insert(0, str(Path(__file__).parents[1] / "proof"))  # the fleets and the broken protocols
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """The files with engines come first: what is short runs beside them."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """A folder with the configuration of a tiny Llama, for a scheduler without an engine."""

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from tests.v1 import quick
+
 QUEUE = re.compile(r"/dev/shm/(psm_\w+)")  # a message queue of vLLM between EngineCore and its workers
 START_S = 600.0
 ANSWER_S = 600.0
@@ -88,11 +90,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     os.dup2(descriptor, 2)
     os.setpgid(0, 0)
     os.environ.update(ENVIRONMENT)
-    import vllm.utils.system_utils
-    import vllm.v1.engine.utils
-    import vllm.v1.executor.multiproc_executor
-    for module in (vllm.utils.system_utils, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
-        module.get_mp_context = lambda: _FORK
+    quick.end_with_parent()
+    quick.fork_engines()
     from vllm import LLM, SamplingParams
     computed = count_tokens()
     if drafts is not None:

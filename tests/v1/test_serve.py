@@ -17,8 +17,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests import asking, waiting
+from tests.v1 import quick
 from vllm_pd.ops.launch.child import Child
-from vllm_pd.ops.launch.plan import HOST, SERVE, EnginePlan, UpOptions, plan_fleet, transfer_config
+from vllm_pd.ops.launch.plan import HOST, EnginePlan, UpOptions, plan_fleet, transfer_config
 from vllm_pd.ops.launch.printer import say_aloud
 from vllm_pd.ops.launch.up import Fleet
 from vllm_pd.ops.scrape import scrape
@@ -26,6 +27,7 @@ from vllm_pd.rpc.ports import take_free, take_free_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 MODEL = "tiny"
+SERVE = sys.executable, quick.__file__, "serve"
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
               "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8"]
 PD = {"max_local_prefill_tokens": 100, "attempt_deadline_s": 300.0, "ttl_s": 120, "drain_timeout_s": 600.0}
@@ -40,7 +42,7 @@ DRAINED = 400  # tokens of an answer that is open when its server gets SIGTERM: 
 def fleet() -> Iterator[Fleet]:
     options = UpOptions(os.environ["VLLM_PD_TINY_MODEL"], 1, 2, port=take_free_run(HOST, 4), pd=PD,
                         serve_args=SERVE_ARGS, router=True)
-    with Fleet(plan_fleet(options, ()), timeout_s=START_S) as running:
+    with Fleet(plan_fleet(options, (), serve=SERVE), timeout_s=START_S) as running:
         wait_for(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)]
                  == [("up", "live")] * 2, "the router follows both decode engines", timeout_s=START_S)
         yield running
