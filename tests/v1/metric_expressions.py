@@ -2,8 +2,8 @@
 """What a PromQL expression says about metric families, compared with the families that there are.
 
 Prometheus answers an expression about a family or a label that does not exist with nothing, which looks as if all were
-well. So each expression is parsed, and its families, labels and labels' values are looked up. It is also refused where a
-counter is used without a rate or a gauge with one, and where two sides have different labels and would not match.
+well. So each expression is parsed, and its families, labels and labels' values are looked up. It is also refused where
+a counter is used without a rate or a gauge with one, and where two sides have different labels and would not match.
 Nothing is evaluated here: `promtool` and Prometheus do that.
 """
 import re
