@@ -4,6 +4,7 @@ a server of two data-parallel ranks (B11, B43, B67, B80, B91, B97, B119). Real s
 once."""
 import functools
 import http.client
+import http.server
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests import asking, waiting
 from tests.v1 import quick
@@ -38,10 +40,45 @@ BLOCK = 32
 DRAINED = 400  # tokens of an answer that is open when its server gets SIGTERM: seconds, and minutes on a busy machine
 
 
+class SpanCollector(http.server.ThreadingHTTPServer):
+    """What OpenTelemetry's exporters send their spans to."""
+
+    def __init__(self) -> None:
+        super().__init__((HOST, 0), CollectorHandler)
+        self.requests: list[ExportTraceServiceRequest] = []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def spans(self, trace_id: str) -> dict:
+        """Those of this trace that have come, by name."""
+        return {span.name: span for one in list(self.requests) for resource in one.resource_spans
+                for scope in resource.scope_spans for span in scope.spans if span.trace_id.hex() == trace_id}
+
+
+class CollectorHandler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.requests.append(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def collector() -> Iterator[SpanCollector]:
+    with SpanCollector() as collector, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # ms
+        yield collector
+        collector.shutdown()
+
+
+@pytest.fixture(scope="module")
+def fleet(collector) -> Iterator[Fleet]:
+    traced = ["--otlp-traces-endpoint", f"http://{HOST}:{collector.server_port}/v1/traces"]
     options = UpOptions(os.environ["VLLM_PD_TINY_MODEL"], 1, 2, port=take_free_run(HOST, 4), pd=PD,
-                        serve_args=SERVE_ARGS, router=True)
+                        serve_args=[*SERVE_ARGS, *traced], router=True)
     with Fleet(plan_fleet(options, (), serve=SERVE), timeout_s=START_S) as running:
         wait_for(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)]
                  == [("up", "live")] * 2, "the router follows both decode engines", timeout_s=START_S)
@@ -150,6 +187,27 @@ def test_b11_b97_a_prompt_goes_remote_and_the_figures_say_so(fleet):
                    "vllm:prompt_tokens_total", "vllm:request_success_total"):
         assert after.value(figure) == 0, figure
     assert text_of(complete(producer, one, 8)[2]) == text_of(ours)
+
+
+def test_one_trace_from_the_client_to_the_prefill_engine(fleet, collector):
+    """By way of the router. vLLM's own span is the front end's, ours are EngineCore's. Who names no trace has none."""
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    status, _, _ = complete(fleet.plan.router.url, prompt(2, 700), traceparent=f"00-{trace_id}-00f067aa0ba902b7-01")
+    assert status == 200
+    wait_for(lambda: {"llm_request", "pd_transfer"} <= collector.spans(trace_id).keys(), "the spans have come")
+    found = collector.spans(trace_id)
+    assert found.keys() == {"llm_request", "pd_decide", "pd_remote_prefill", "pd_queue", "pd_claim", "pd_prefill",
+                            "pd_transfer"}
+    whole, remote = found["llm_request"], found["pd_remote_prefill"]
+    assert {found[name].parent_span_id for name in ("pd_queue", "pd_transfer")} == {remote.span_id}
+    assert whole.parent_span_id == remote.parent_span_id == found["pd_decide"].parent_span_id
+    assert whole.start_time_unix_nano < remote.start_time_unix_nano
+    assert remote.start_time_unix_nano < remote.end_time_unix_nano < whole.end_time_unix_nano
+    attributes = {one.key: one.value for one in remote.attributes}
+    assert attributes["pd.outcome"].string_value == "done" and attributes["pd.tokens"].int_value == 700
+    assert attributes["pd.peer"].string_value == status_of(fleet.plan.engines[-1].url)["incarnation"]
+    assert len({span.trace_id for one in collector.requests for resource in one.resource_spans
+                for scope in resource.scope_spans for span in scope.spans if span.name.startswith("pd_")}) == 1
 
 
 def count_asked(urls, before, place, decision):

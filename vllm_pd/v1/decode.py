@@ -20,13 +20,16 @@ from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
+from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.decode import DecodeSession
+from vllm_pd.protocol.actions import Event
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.features import can_go_remote, scope_of
 from vllm_pd.v1.groups import usable_hit
+from vllm_pd.v1.spans import PromptSpans
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -59,6 +62,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._hits: dict[Attempt, int] = {}  # the prefix hits of the parked requests
         self._lookups: PrefixLookups | None = None
         self._ended: list[Request] = []  # as they were at their end, while a step in flight still computes them
+        self._spans = PromptSpans()
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
         """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all but our own, or 0. None:
@@ -85,6 +89,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         decision, cached_tokens = self._matched.pop(request.request_id, (None, 0))
         if decision is None or decision.remote != (remote_tokens > 0):
             return  # it was settled before
+        self._spans.decided(request.trace_headers, decision, request.num_tokens)
         if (attempt := self.commit(request, decision)) is not None:
             block_ids = self._rows.pick(tables, self._num_remote(request), cached_tokens // self._rows.block_size)
             self._fence.hold(attempt, block_ids)
@@ -93,7 +98,18 @@ class ParkedRequests(DecodeHandover["Request"]):
             self._hits[attempt] = cached_tokens
             if request.prefill_stats is not None:  # what a peer computes was cached nowhere, as the client's usage says
                 request.prefill_stats.num_cached_tokens = cached_tokens
+            self._spans.parked(attempt, request.trace_headers, self._num_remote(request), cached_tokens)
             self.start(attempt, request, block_ids, cached_tokens)
+
+    def handle(self, event: Event, progress: Progress) -> None:
+        """As the base class says."""
+        super().handle(event, progress)
+        self._spans.handle(event)
+
+    def abort(self, attempt: Attempt) -> None:
+        """As the base class says."""
+        super().abort(attempt)
+        self._spans.aborted(attempt)
 
     def leave(self, attempt: Attempt) -> Request | None:
         """The attempt's request goes on without it: resumed, or to be computed here. Returns it; None where it was

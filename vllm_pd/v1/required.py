@@ -88,9 +88,13 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("RequestQueue.remove_requests", "requests change places", takes=("requests", )),
         Required("RequestQueue.add_request", "requests change places", takes=("request", )),
     ),
+    "tracing/otel.py": (
+        Required("extract_trace_context", "our spans have the parent of V1's own", takes=("headers", )),
+    ),
     "v1/request.py": (
         Required("RequestStatus.WAITING_FOR_REMOTE_KVS", "an id goes into the scheduler's sets while this holds only"),
         Required("RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "an engine does not sleep while this holds"),
+        Required("Request.trace_headers", "the client's trace, which our spans are in"),
         Required("Request.block_hashes", "equal prompts that are parked together"),
         Required("Request.skip_reading_prefix_cache", "such a request is computed whole: it stays local"),
         Required("Request.num_preemptions", "a preempted request stays local, and the steps before do not count"),
