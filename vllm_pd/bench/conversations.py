@@ -118,6 +118,8 @@ async def hold(url: str, model: str, shape: ConversationShape,
 
 async def _take_turn(url: str, model: str, shape: ConversationShape, conversation: int, number: int,
                      said: Sequence[tuple[str, str]], began_s: float) -> ConversationTurn:
+    """Sends the conversation so far, `said`, which ends with the question, over a new connection. `began_s`: when the
+    load began. Raises LoadError naming the turn, and OSError."""
     request = GenerationRequest([{"role": role, "content": content} for role, content in said], shape.answer_tokens,
                                 chat=True, stream=True, ignore_eos=True, token_ids=False)
     headers = {"X-Session-Id": f"conversation-{conversation}", "X-Vllm-Pd-Explain": "1"}

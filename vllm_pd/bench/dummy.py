@@ -232,6 +232,8 @@ class DummyConnection(asyncio.Protocol):
         self._task.add_done_callback(self._answered)
 
     async def _answer(self, request: DummyRequest, answer: DummyAnswer) -> None:
+        """Writes an answer, whole or as a stream of chunks, after the pauses that an engine would need for its tokens.
+        The events after the last token come without one."""
         delays = self._dummy.delays
         if not request.stream:
             await _pause(delays.first_s + delays.gap_s * (request.tokens - 1))

@@ -125,6 +125,8 @@ def by_policy(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def _run(policy: Policy, number: int, turns: Sequence[ConversationTurn], computed_blocks: int, pools: dict[str, int],
          tokenize: Callable[[ConversationTurn], Arrival]) -> dict[str, Any]:
+    """The figures of one policy's turn in one round, ready for JSON; the module has the formula. `computed_blocks` are
+    those that all engines have announced meanwhile; `pools` is from `_pools`."""
     size = pools["block_size"]
     prompt = sum(turn.prompt_tokens for turn in turns)
     filled = sum(answer_blocks(turn, size) for turn in turns)

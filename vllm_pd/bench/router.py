@@ -167,6 +167,9 @@ class _RouterPhases:
         return await self._kinds[kind].send(connection, next(self._bodies[kind]), name)
 
     async def _alone(self, kind: str) -> list[PhaseFigures]:
+        """Phase 1 of the module for one kind of requests. Each target has one connection, the bare workers' to the
+        first of them; it is made again after an error. A tenth as many requests, 10 at the least, are sent before that
+        as a warm-up and not timed."""
         found = {target.name: PhaseFigures(target.name, "alone", kind) for target in self._targets}
         connections: dict[str, LoadConnection] = {}
         warm_up = max(10, self._bench.requests // 10)
@@ -188,6 +191,8 @@ class _RouterPhases:
         return list(found.values())
 
     async def _slices(self, phase: str, kind: str, clients: int, pause_s: float = 0.0) -> list[PhaseFigures]:
+        """Phases 2 and 3 of the module for one kind of requests: slices of a closed loop of `clients`. Before each
+        request a client pauses for up to `pause_s`. The first round, of shorter slices, warms up and is not timed."""
         found = {target.name: PhaseFigures(target.name, phase, kind) for target in self._targets}
         for number in range(-1, self._bench.rounds):  # the first one warms up
             for target in self._shuffled():
@@ -222,6 +227,8 @@ def report(bench: RouterBench, found: Sequence[PhaseFigures], memory: dict[str, 
 
 
 def _entry(figures: PhaseFigures, bare: PhaseFigures) -> dict[str, Any]:
+    """One entry of the report. `bare`: the bare workers' figures of the same phase and kind, whose median is subtracted
+    to get what is added. Only counts where either has no timings."""
     found: dict[str, Any] = {"router": figures.target, "phase": figures.phase, "kind": figures.kind,
                              "requests": len(figures.timings), "errors": len(figures.errors),
                              "first_errors": figures.errors[:SHOWN_ERRORS]}

@@ -94,6 +94,8 @@ def list_members(broker: str, timeout_s: float = 5.0, access: Access | None = No
 
 def _ask(broker: str, keys: Keys | None, timeout_s: float, context: zmq.Context | None,
          known: RegistryView) -> MemberList:
+    """Ask the `vllm-pd broker` at this URL what has changed since `known`, and bring that up to date. Raises as
+    `list_members`."""
     deadline = time.monotonic() + timeout_s
     with Call("broker", broker, keys, only_connected=True, context=context) as call:
         if not call.say(messages.ListMembers(known.broker, known.version), deadline):

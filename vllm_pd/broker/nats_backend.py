@@ -123,6 +123,8 @@ class NatsBackend(BrokerBackend):
             self._closed.set()
 
     async def _live(self) -> None:
+        """Connect again and again until `close`. The pause before another try grows from RETRY_S to RETRY_MAX_S.
+        Without a connection `commands` is None, so a send fails at once."""
         self._loop = asyncio.get_running_loop()
         self._ready.set()
         pause_s = RETRY_S

@@ -23,6 +23,8 @@ def list_nats_members(address: NatsAddress, ttl_s: float, timeout_s: float) -> t
 
 
 async def _read(address: NatsAddress, ttl_s: float) -> tuple[list[m.Member], int]:
+    """Read the bucket once and the number of queued jobs of all groups. Raises AWAY, also where no engine has ever made
+    the bucket."""
     store = await Store.open(address, lambda: None, lambda error: None, make=False)
     try:
         directory = Directory(ttl_s)

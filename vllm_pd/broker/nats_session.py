@@ -149,6 +149,9 @@ class NatsSession:
     # Members.
 
     async def _register(self, message: m.Register) -> None:
+        """The engine's heartbeat: renew its entry and, once the bucket has been read, answer with the members, or with
+        Heard where it knows them. Makes the queue of its group where that is another one than before. Raises
+        TimeoutError where our entries have not come back for `ttl_s`: then those of others do not come either."""
         member = message.member
         if member.incarnation != self._incarnation:
             self._counters["foreign"] += 1
@@ -175,6 +178,8 @@ class NatsSession:
         return m.Peers(self._store.generation, self._directory.version, self._directory.members(), self._queue_length)
 
     async def _watch(self) -> None:
+        """Follow the bucket while the connection lasts. Report the members once all entries have been read, and after
+        each later change."""
         server_s = await self._store.now_s()
         self._directory.clock_is(time.monotonic(), server_s)
         async for change in self._store.watch_members():
@@ -189,6 +194,8 @@ class NatsSession:
                 self._report(self._peers())
 
     def _hear(self, now: float, key: str, frame: bytes, stamp_s: float) -> bool:
+        """An entry of a member, perhaps our own. Returns whether this changes the members. Our own ones prove that
+        entries come back (`_seen_at`), and their stamps show a server's clock that was set back."""
         member = open_entry(key, frame, self._counters, self._note_protocol)
         if member is None:
             return False
@@ -300,6 +307,8 @@ class NatsSession:
             await self._pull()
 
     async def _on_job(self, delivered: Msg) -> None:
+        """A job of the queue, for the first time or again: offer it to our engine, hand it back, or terminate it where
+        no engine can want it. Then request the next one, unless our engine does not fetch its messages."""
         now, came_from = time.monotonic(), origin(delivered)
         if came_from is None:
             self._counters["frame_unexpected"] += 1
@@ -361,6 +370,8 @@ class NatsSession:
     # Time.
 
     async def _tick(self) -> None:
+        """What is due by time, every TICK_S: members that fell silent; jobs that must be reported as in progress; a
+        pull where our engine has credit and none is open."""
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()

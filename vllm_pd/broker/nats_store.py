@@ -166,6 +166,9 @@ class Store:
         return json.loads(reply.data)
 
     async def _prepare(self, make: bool) -> None:
+        """Open bucket and stream, and make what is missing; without `make`, raise Unsuitable for it, as for a stream
+        that is no work queue. `generation` is made of the times at which both were created, so it changes when one was
+        lost."""
         try:
             self._bucket = await self._js.key_value(self._bucket_name)
         except nats.js.errors.NotFoundError as error:

@@ -177,6 +177,9 @@ class Registry:
     # Messages, one by one.
 
     def _register(self, now: float, sender: str, message: m.Register) -> list[OutgoingMessage]:
+        """A heartbeat: admit the sender, or renew its entry. The answer is Refused where it can't be a member, an
+        update where it lacks something that was published, else Heard. A heartbeat for another member is counted and
+        dropped."""
         member = message.member
         if member.incarnation != sender:
             self.counters["foreign"] += 1
@@ -207,6 +210,8 @@ class Registry:
         return [(sender, m.Heard(self.incarnation, len(self), tokens, prefill_loads(member, self.members())))]
 
     def _put(self, now: float, sender: str, job: m.Job) -> list[OutgoingMessage]:
+        """Queue a job of the sender's, unless it waits already, and offer the jobs that somebody may have now. The
+        reply has the length of the queue after that."""
         attempt = job.attempt
         if attempt.incarnation != sender:
             self.counters["foreign"] += 1

@@ -95,6 +95,9 @@ class Broker:
         return {**self.counters, **self._registry.counters}
 
     def _on_frames(self, frames: Sequence[bytes]) -> None:
+        """A message, after the route of its connection, by which its sender is answered from now on. Bad ones are
+        counted; one of another protocol version is answered with Refused. One for which `_is_refused` holds is not
+        decoded."""
         route = frames[0]
         try:
             sender, tag = codec.peek(frames[1:])
@@ -140,6 +143,8 @@ class Broker:
             logger.warning(message + "; this is said once in %d s", *arguments, WARNING_S)
 
     def _deliver(self, messages: list[OutgoingMessage]) -> None:
+        """Send these messages, and then those that follow from what could not be sent, until nothing is left. What is
+        too large for a frame is dropped."""
         queue = collections.deque(messages)
         while queue:
             to, message = queue.popleft()

@@ -127,6 +127,7 @@ def _worth(request: PolicyInput, config: PolicyConfig) -> Decision:
 
 
 def _reason_to_stay(request: PolicyInput, config: PolicyConfig) -> "Reason | None":
+    """Why a prompt that is worth a peer can't go to one: the first reason, in the module's order; None where it can."""
     if not request.can_go_remote:
         return Reason.FEATURE
     if request.attempts_made >= config.attempts or request.time_left_s <= 0:

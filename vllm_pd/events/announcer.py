@@ -67,6 +67,8 @@ class EventAnnouncer:
                 self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        """The thread: turns until `close`, then the last events. Closes the side socket. After an error in a turn there
+        is a new epoch, with all blocks of the sink's ledger."""
         pause_s = 0.0
         while not self._stopping:
             try:

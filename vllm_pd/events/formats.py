@@ -122,6 +122,8 @@ class BatchReader:
         count_unread(self.unread, reason)
 
     def _decode(self, payload: bytes) -> Any:
+        """A batch in one of the known formats; that of the last batch is tried first. Where the batch fits none as a
+        whole, its events are read one by one, so that an unreadable one costs no others. Raises BadFrame."""
         for decoder in self._whole:
             try:
                 batch = decoder.decode(payload)

@@ -62,6 +62,8 @@ class EventJournal:
         return list(self._announced.values())
 
     def _store(self, block: HeldBlock) -> None:
+        """Announce a block, then the blocks held back for it, then those held back for these. It is held back itself
+        while its parent is not announced. One that is announced already makes no event."""
         waiting = [block]
         while waiting:
             block = waiting.pop()

@@ -97,6 +97,9 @@ class SidePort:
         self._context.term()
 
     def _handle(self, now: float, frames: list[bytes], journal: EventJournal, epoch: str, next_seq: int) -> None:
+        """A message of a subscriber; it begins or renews its subscription. A snapshot request replaces the answer to an
+        earlier one that is still being sent. Messages that are bad or not expected, and new subscribers beyond
+        MAX_SUBSCRIBERS, are counted."""
         peer = frames[0]
         try:
             message = m.decode(frames[1:])

@@ -103,6 +103,8 @@ class EngineConnection:
             del self._waiting[answer]
 
     async def _listen(self) -> None:
+        """The task that reads the agent's messages until `close`: a status for those that wait for such a one, what
+        comes of a job for those that have brought it."""
         while True:
             try:
                 _, message = codec.decode(await self._socket.recv_multipart())

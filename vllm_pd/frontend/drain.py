@@ -125,6 +125,7 @@ class ServerDrain:
             logger.error("not all data-parallel ranks of this server drain: %s", error)
 
     async def _end(self) -> None:
+        """Drain for at most `drain_timeout_s`, then stop the server, whether it is drained or not."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 answered = await self._begin_for_good()

@@ -128,6 +128,8 @@ class Edge:
             connection.transport.abort()
 
     def _make_room(self, newest: EdgeConnection) -> None:
+        """End connections without a whole request, in the order of `_Wait` and then those that have waited for longest;
+        `newest` is spared. After a search that found too few, no other one is made for RESCAN_S."""
         now_s = newest.loop.time()
         if now_s < self._packed_until_s:
             return
@@ -144,6 +146,8 @@ class Edge:
             self._packed_until_s = now_s + RESCAN_S
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The timer: every SWEEP_S, end the connections that are over a limit. The client of an incomplete request gets
+        408, if that can still be answered. One that was refused has LINGER_S to read its answer."""
         self._sweeping = loop.call_later(SWEEP_S, self._sweep, loop) if self._open else None
         now_s = loop.time()
         for one in list(self._open):

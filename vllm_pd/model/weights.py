@@ -195,6 +195,8 @@ class _GGUFHeader:
         return sorted(start + offset for offset in offsets)
 
     def _skip(self, kind: int) -> None:
+        """Moves past a value of this type, by its number in the format. Strings, and arrays of them or of arrays, have
+        to be read to know their sizes."""
         if kind == self.STRING:
             self._string()
         elif kind == self.ARRAY:

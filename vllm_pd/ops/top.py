@@ -120,6 +120,8 @@ def _share(part: float, whole: float) -> str:
 
 
 def _state(now: MemberReading) -> str:
+    """The worst that is known of an engine, in words; OK where it is well. The engine's own reason for being degraded
+    goes before that of its metrics."""
     if now.fault:
         return now.fault
     figures = now.figures

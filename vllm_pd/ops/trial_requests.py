@@ -63,6 +63,8 @@ class _Trial:
         return self._findings
 
     async def _compare(self) -> None:
+        """Have a prompt prefilled by a peer, and look at what the engine reports of it. If it was, have the same prompt
+        computed there alone, and compare the tokens. Adds findings as it goes. Raises TrialFailed."""
         model = trial.choose_model(await self._list_models(), self._options.model)
         tokens = trial.prompt_length(self._options.prompt_tokens, model)
         is_router = await self._is_router()

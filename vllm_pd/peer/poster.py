@@ -90,6 +90,8 @@ class MetaserverPoster:
             self._refuse_handed()  # what came after its last turn
 
     async def _serve(self) -> None:
+        """Keep the HTTP session open until `close` or the end of the thread. Then cancel the open posts; their attempts
+        can't be claimed any more."""
         import aiohttp
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)  # the look-up of the name included
         # No proxy of the environment: a URL is what the operator has listed.

@@ -94,6 +94,8 @@ class ControlThread:
     # The thread.
 
     def _main(self) -> None:
+        """The thread: turns until `stop`, then `_leave`. At its end, also by an error, it closes the sockets and all
+        else that it owns."""
         try:
             while not self._stopping:
                 self._turn()
@@ -192,6 +194,8 @@ class ControlThread:
             self._direct.add(job.attempt, front)
 
     def _answer_operator(self, source: MessageSource, sender: str, message: m.Message) -> None:
+        """Carry out what an operator or our own front end asks for. Each message is answered with the engine's status,
+        as it is after that; `problem` in it says what was refused."""
         problem = ""
         if isinstance(message, m.Drain):
             self._protocol.operators.drain()

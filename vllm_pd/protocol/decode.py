@@ -400,6 +400,8 @@ class DecodeProtocol:
         return self.reads.receive(now, sender, message)
 
     def _on_claim(self, now: float, sender: str, message: m.Claim) -> list[Action]:
+        """A P asks for the blocks of an attempt. The first claim that fits gets them, and raises the fence; its
+        repetition gets the same grant again. Others are denied, or dropped where they can't be right."""
         record = self._records.get(message.attempt)
         if record is None:
             return self._deny(sender, message, m.DenyReason.UNKNOWN)
@@ -448,6 +450,8 @@ class DecodeProtocol:
         return []
 
     def _on_sent(self, now: float, sender: str, message: m.Sent) -> list[Action]:
+        """P has written all, and these are its timings. They travel apart from the transfer's notices, so the attempt
+        may be DONE already; it is kept for them in `_done`."""
         late = self._done.get(message.attempt)
         if late is not None and (late.peer, late.claim) == (sender, message.claim):
             del self._done[message.attempt]
@@ -543,6 +547,7 @@ class DecodeProtocol:
         return record.due(self._broker_lost_at, self.limits.ttl_s)
 
     def _on_due(self, now: float, record: AttemptRecord) -> list[Action]:
+        """The record's time has come: ask P again to stop, end the attempt, or put its unclaimed job again."""
         if record.state.ended:
             return self._cancel(now, record)
         if now >= record.deadline:

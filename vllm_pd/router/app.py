@@ -133,6 +133,8 @@ class RouterApp:
                 return
 
     async def _serve(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        """One HTTP request, counted with its path and status. All paths that are not ours have one label, because
+        clients could make any number of them. A client that has gone is counted by itself."""
         path = scope["path"]
         if path in FORWARDED:
             label, handle = path, self._forward
@@ -148,6 +150,8 @@ class RouterApp:
     # Requests for workers.
 
     async def _forward(self, scope: dict[str, Any], receive: Receive, send: Send) -> int:
+        """Check a request for a worker, read its body within the budget of such bodies, and send it on. Returns the
+        status of the answer. Raises ClientGone. `cut` has it answered with 503 while its body is read."""
         headers = scope["headers"]
         if scope["method"] not in METHODS:
             return await _respond(send, self.errors.response(

@@ -282,6 +282,8 @@ class ContinuableStream:
         return max(0, self.model_len - len(self._prompt))
 
     def _event(self, event: bytes) -> bytes:
+        """The bytes for the client, perhaps none, of one event, which comes without its end. Where the stream can't be
+        continued it is passed on unread, but in a continuation it has to be read, to be joined to the rest."""
         if not event or event.startswith(b":"):  # a comment
             return event + _END
         if not self._usable and not self._continuations:
@@ -297,6 +299,9 @@ class ContinuableStream:
             return self._failure(event)
 
     def _read(self, event: bytes, read: _StreamEvent) -> bytes:
+        """The bytes for the client of an event that could be decoded. An event with text, or with the end of the
+        answer, goes out with those that were held before it; one without is held. Notes what a continuation needs: the
+        ids of the prompt and of all tokens that are out, and the text of the last of them."""
         if not self._head:
             self._head = {"id": read.id, "object": read.object, "created": read.created, "model": read.model}
         if not read.choices:

@@ -305,6 +305,8 @@ class PrefixIndex:
         return state
 
     def _retire(self, worker: str) -> None:
+        """The worker has lost everything: it matches no more, and nothing is expected of it. `sweep` clears its bit in
+        the names of its blocks later, and then frees the bit."""
         state = self._workers.pop(worker)
         self._lookahead.pop(worker, None)
         bit = state.bit
@@ -365,6 +367,8 @@ class PrefixIndex:
 
     def _wait(self, state: _WorkerEntry, block_hashes: Sequence[Hash], parent: Hash, data: bytes,
               extras: Sequence[str | None] | None, counted: bool) -> bool:
+        """Keep consecutive blocks, `parent` before them, until the name of the one before each is known; those for
+        which it is known get theirs now. Returns False, and keeps none, where too many would wait."""
         if len(state.parents) + len(block_hashes) > state.max_waiting:
             self.counts.refused += len(block_hashes)
             return False

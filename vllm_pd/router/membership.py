@@ -147,6 +147,8 @@ class Membership:
         return worker.state is not WorkerState.UP and now_s - since_s >= self._options.registry_patience_s
 
     async def _follow(self) -> None:
+        """The task that reads the registry every `registry_period_s`, in another thread, and updates the workers. While
+        it can't be read, nobody counts as missing from it."""
         loop = asyncio.get_running_loop()
         while True:
             try:

@@ -165,6 +165,8 @@ class Placer:
         return plan.prefill_worker
 
     def _place(self, plan: PlacementPlan, able: list[RouterWorker]) -> tuple[RouterWorker, Choice] | None:
+        """Choose one of these workers, as `place`, and note what will be there: the prompt's new tokens as load, its
+        blocks as expected, and the part of it that is still to be tokenised. Sets no metric."""
         now_s = self._now()
         overlaps = self._overlaps(plan, now_s)
         candidates = [self._candidate(worker, overlaps, plan) for worker in self._sampled(able, overlaps)]

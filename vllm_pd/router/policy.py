@@ -187,6 +187,8 @@ def score(config: RoutingPolicyConfig, request: PlacementRequest, candidate: Can
 
 def _best(temperature: float, request: PlacementRequest, ordered: Sequence[Candidate], scores: Sequence[Score],
           rng: random.Random) -> tuple[Candidate, ChoiceReason]:
+    """The candidate with the best score, or, with a temperature, one drawn by exp(score / temperature). `scores` are in
+    the order of `ordered`. The reason is OVERLAP only if it holds more of the prompt than each of the others."""
     top = max(s.total for s in scores)
     if temperature > 0:
         weights = [math.exp((s.total - top) / temperature) for s in scores]

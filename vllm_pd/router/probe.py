@@ -118,6 +118,8 @@ class GenerationProbes:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, worker: RouterWorker) -> None:
+        """The task of one worker: probes it when the module says so, and in between reads the models of one that is up,
+        every MODELS_PERIOD_S. `wake` of the worker ends a wait."""
         while True:
             if worker.state is WorkerState.UP:
                 worker.wake.clear()
@@ -153,6 +155,8 @@ class GenerationProbes:
         return 0.0 if worker.probe_due else worker.heard_s + self._options.probe_interval_s - worker.now()
 
     async def _probe(self, worker: RouterWorker) -> None:
+        """Probe a worker once. It is up then, or taken out as the module says. Nothing changes where that shows
+        nothing: the worker has answered meanwhile, or this machine lacks descriptors, memory or ports."""
         began_s, spares = worker.now(), False
         worker.probe_due = False
         try:

@@ -189,6 +189,9 @@ class RouterProxy:
 
     async def _try_all(self, request: RouterRequest, plan: PlacementPlan, headers: Headers,
                        client: ClientConnection, broken: Sequence[RouterWorker]) -> int:
+        """Try one worker after the other, in MAX_TRIES tries at most, and give up where none answers. `broken` get no
+        try: the stream that is to go on broke there. Returns the status that was sent. Raises StreamBroke, ClientGone,
+        ClientResponseBroken."""
         tried = list(broken)
         last: RouterResponse | None = None
         while len(request.tries) + request.resent < MAX_TRIES:
@@ -222,6 +225,9 @@ class RouterProxy:
 
     async def _give_up(self, request: RouterRequest, model: str | None, tried: bool, last: RouterResponse | None,
                        client: ClientConnection, short: bool = False) -> int:
+        """End a request that no worker has answered, with `last`, a worker's answer that may go to the client, or else
+        an error of the router's; a stream that broke before gets an error event. `tried`: whether a worker had it.
+        `short`: this router has no connection left. Returns the status that was sent."""
         if request.broke is not None:
             return await self._end_stream(client, self._broken_event(request, request.broke))
         error, retry_after_s = functools.partial(self._errors.response, path=request.path), self._options.retry_after_s
@@ -419,6 +425,8 @@ class RouterProxy:
 
     async def _pass_on(self, this: _Try, reply: WorkerResponse, first: bytes, request: RouterRequest,
                        client: ClientConnection) -> None:
+        """Send the client the rest of an answer, of which it has `first`, as it comes. Raises WorkerResponseBroken
+        where the worker ends it too early, and _StreamFailed where it sends an error in place of the rest."""
         generated = request.generates and reply.status == HTTPStatus.OK
         needs_done = generated and request.path in COMPLETING and client.takes_events and not reply.framed
         tail = first[-_TAIL_BYTES:]

@@ -215,6 +215,8 @@ class TokenPool:
         self._loading[family] = asyncio.get_running_loop().create_task(self._load(family, name))
 
     async def _load(self, family: str, name: str) -> None:
+        """The task that loads the tokenizer of a family, in a thread, and tries again until it can, with pauses as
+        RETRY_S says. A problem is logged when it is another one than before."""
         pause_s, longest_s = RETRY_S
         while True:
             try:

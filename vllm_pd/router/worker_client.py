@@ -369,6 +369,8 @@ class WorkerClient:
         return None
 
     async def _connect(self, origin: Origin) -> _WorkerConnection:
+        """A new connection to a worker. Where there are too many connections, or this machine lacks descriptors, memory
+        or ports, an idle one is closed first. Raises TryFailed: ROUTER where that did not help, else CONNECT."""
         if self.connections >= self.max_connections:
             self._drop_idle()
         try:

@@ -126,6 +126,9 @@ def _towards(key: str, value: str, broker: str) -> str:
 
 
 def _split(key: str, value: Any, schemes: tuple[str, ...], example: str, *, any_port: bool = False) -> tuple[str, int]:
+    """(host, port) of `SCHEME://HOST:PORT`, whose form is checked here; which hosts are allowed, the callers decide. An
+    address is returned in its usual form and without brackets, `localhost` as 127.0.0.1, port `*` as 0. `example` is
+    for the errors. Raises ConfigError naming `key`."""
     cure = f"write it like {example}"
     if not isinstance(value, str):
         raise ConfigError(key, value, f"it must be a string: {cure}")

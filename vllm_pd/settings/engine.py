@@ -238,6 +238,7 @@ class PDConfig:
         return TransportChoice(TransportKind(self.transport), hosts_of(self.bind)[0])
 
     def _check_pairs(self) -> None:
+        """Raises ConfigError for values that are valid alone and not together."""
         if self.is_two_sided and self.prefix_reads == PrefixReads.ALWAYS.value:
             raise ConfigError("prefix_reads", self.prefix_reads, f'the transport "{self.transport}" reads nothing from '
                               'a peer: write auto or never')
@@ -291,6 +292,8 @@ def _checked(key: dataclasses.Field, value: Any, values: Mapping[str, Any]) -> A
 
 
 def _checked_number(key: dataclasses.Field, value: Any, name: str) -> Any:
+    """The valid form of a number: an int where the key's type is one, else a float. Raises ConfigError naming `name`,
+    which is the key, or the option by which it was given."""
     rule: Rule = key.metadata["rule"]
     whole = key.type in (int, int | str)
     wanted = "a whole number" if whole else "a number"
@@ -325,6 +328,9 @@ def _is_zone(value: str) -> bool:
 
 
 def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
+    """The valid form of a text, which may be another spelling of it; a file that it names is read and checked. `values`
+    are all that were given: `bind` may depend on the broker's address, and keys or credentials allow more addresses.
+    Raises ConfigError."""
     if name == "broker" and NatsAddress.is_url(value):
         return parse_nats(name, value, keyed="nats_credentials" in values)
     if name == "broker":

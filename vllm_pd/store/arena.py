@@ -441,6 +441,8 @@ def _map_file(fd: int, size: int) -> mmap.mmap:
 
 
 def _open_or_create(path: Path, shape: ArenaShape, capacity_bytes: int) -> int:
+    """A descriptor of the arena at `path`, which the caller owns. It is made where there is none. Raises ConfigError
+    for a folder that is not this user's, is not on a tmpfs or has not enough memory."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         kind = file_system_of(path.parent)
@@ -509,6 +511,8 @@ def _only_maker(folder: Path) -> Iterator[None]:
 
 
 def _open(path: Path, shape: ArenaShape, capacity_bytes: int) -> int:
+    """A descriptor of an existing arena, which the caller owns. Raises ConfigError where it is another user's or has
+    another shape, FileNotFoundError where there is none."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)

@@ -233,6 +233,8 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def _read_block(fd: int, key: BlockKey, view: memoryview) -> int | None:
+    """Read the block of a file into `view`. Returns its checksum; None where the file has another block, one of another
+    length, or bytes that do not pass the check. What is in `view` must not be used then. Raises OSError."""
     header = decode(os.pread(fd, HEADER_BYTES, 0))
     if header is None or header.key != key or header.length != len(view):
         return None

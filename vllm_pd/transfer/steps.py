@@ -130,6 +130,8 @@ class StepOrderedTransfer:
         return self._transfer.close()
 
     def _advance(self) -> None:
+        """Run the requests that wait, in order, up to the first one whose step is not done. After STEP_S such a one is
+        dropped and fails, and those after it go on."""
         while self._waiting:
             request, deadline_s = self._waiting[0]
             waits = isinstance(request, Write | Read) and not self._steps.reached(request.after_step)

@@ -199,6 +199,8 @@ class TransferThread:
                 os.eventfd_write(self._wakeup, 1)
 
     def _main(self) -> None:
+        """The thread, until `close` or until `ThreadOwner.receive` returns False: waits for input or the time of the
+        next poll, and works. Input resets the pause between polls, which grows. Releases the transfers at its end."""
         try:
             self._enter()
         except Exception:

@@ -135,6 +135,8 @@ class TransferWorker:
         return self.transport.close()
 
     def _move(self, request: Write | Read) -> None:
+        """Post a transfer. One that can't be posted ends at once with its error, unless an unexpected error has left it
+        open in the transport: then bytes may land, and only the transport knows its end."""
         kind = type(request).__name__
         if request.key in self._open:
             # The engine waits for the end of the first transfer under this key.

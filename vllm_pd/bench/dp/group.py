@@ -152,6 +152,8 @@ class Group:
             self.process.wait(STOP_S)
 
     def _listen(self) -> None:
+        """The thread that reads the driver's answers, one line of JSON each, and completes the future of each. At the
+        end of the driver's output all futures that are left fail."""
         for line in self._answers:
             answer = json.loads(line)
             if "ready" in answer:

@@ -89,6 +89,9 @@ def table(entries: list[dict[str, Any]]) -> Table:
 
 
 def _measure(bench: RanksBench, size: int) -> dict[str, Any]:
+    """Measures one size, from when all ranks have met to the end of their work. All figures but `forwards` and
+    `wall_s`, which are the same for all, are sums over the ranks. Raises PDError where a rank hangs; no process is
+    left."""
     barrier = _FORK.Barrier(size)
     pipes = [_FORK.Pipe() for _ in range(size)]
     ranks = [_FORK.Process(target=_run_rank, args=(bench, rank, barrier, pipes), daemon=True) for rank in range(size)]

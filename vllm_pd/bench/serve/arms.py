@@ -77,6 +77,7 @@ def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
 
 
 def _parse_arm(name: str) -> list[Arm]:
+    """The arms of one name; `mixed` and `chunked` are names of several. Raises ConfigError naming `--arm`."""
     mixed = [Arm("mixed-rr", ArmKind.MIXED), Arm("mixed-kv", ArmKind.MIXED, Policy.KV)]
     known = {"alone": [Arm("alone", ArmKind.ALONE)], "pd": [Arm("pd", ArmKind.PD)], "mixed": mixed,
              "mixed-rr": mixed[:1], "mixed-kv": mixed[1:], "single": [Arm("single", ArmKind.SINGLE)],
@@ -200,6 +201,8 @@ def described(settings: FleetSettings, spread: Sequence[Place]) -> str:
 
 
 def _plan_pd(settings: FleetSettings, prefill_first: bool) -> ArmPlan:
+    """The fleet that `vllm-pd up` would start, with each engine at its place. Several decode engines have a router in
+    front of them, but not with `prefill_first`, where the load generator does what a proxy does. Raises ConfigError."""
     count, routed = settings.prefill + settings.decode, settings.decode > 1 and not prefill_first
     port = settings.port or take_free_run(HOST, count + routed)
     options = UpOptions(settings.model, settings.prefill, settings.decode, port, pd=settings.pd,

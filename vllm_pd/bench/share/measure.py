@@ -66,6 +66,9 @@ class TraceReader:
                 yield record.line, request
 
     def _counted(self, record: TraceRecord, count: Count) -> Iterator[CountedRequest]:
+        """The requests of one record whose prompts have tokens. The others are counted in `skipped`; of what a
+        tokenizer or a chat template refuses the first one is shown. Raises ConfigError for what is no request, and for
+        token ids out of range."""
         try:
             requests = requests_of(record.value)
         except NoRequestError as error:
@@ -130,6 +133,8 @@ def measure(bench: ShareBench, show: ShowLine = print) -> dict[str, Any]:
 
 
 def _cache_figures(bench: ShareBench, uses: BlockUses, size: int, prompt_tokens: int) -> dict[str, Any]:
+    """What caches of `size` blocks would have hit, as shares of `prompt_tokens`: for one engine, and for the fleet with
+    each routing. The bounds are for one such cache, and for one as large as all those of the fleet together."""
     def share(blocks: int) -> float:
         return blocks * bench.block_size / prompt_tokens
 

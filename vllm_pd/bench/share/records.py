@@ -47,6 +47,8 @@ def read_records(path: Path) -> Iterator[TraceRecord]:
 
 
 def _read_lines(path: Path) -> Iterator[TraceRecord]:
+    """The values of JSON lines, read one line at a time; empty lines are skipped. Raises ConfigError for a line that
+    has more than MAX_RECORD_BYTES or is no JSON."""
     number = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_RECORD_BYTES + 1):
@@ -89,6 +91,8 @@ class _ListReader:
             raise self._error("nothing may come after the list")
 
     def _element(self) -> TraceRecord:
+        """The next element. Where it does not end in what has been read, reads on and parses it again: more may also
+        come after a number that could end there. Raises ConfigError."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)

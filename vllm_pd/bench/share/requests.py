@@ -62,6 +62,8 @@ def requests_of(value: Any) -> list[TraceRequest] | Skip:
 
 
 def _requests(body: Mapping[str, Any]) -> Iterator[TraceRequest]:
+    """The requests of an object with `messages`, `token_ids` or `prompt`; several where that is a list of prompts. The
+    first of the three that is there counts, in the order `messages`, `token_ids`, `prompt`. Raises NoRequestError."""
     answer = body.get("answer")
     if body.get("messages") is not None:
         messages = body["messages"]
@@ -85,6 +87,8 @@ def _requests(body: Mapping[str, Any]) -> Iterator[TraceRequest]:
 
 
 def _turns(conversation: Any) -> Iterator[TraceRequest]:
+    """A request for each turn of the human. Its answer is the next turn, if that is the assistant's. Raises
+    NoRequestError."""
     cure = f'write "conversations" as a list of {{"from": one of {", ".join(ROLES)}, "value": text}}'
     if not isinstance(conversation, list):
         raise NoRequestError(conversation, cure)
@@ -100,6 +104,8 @@ def _turns(conversation: Any) -> Iterator[TraceRequest]:
 
 
 def _logged(value: Mapping[str, Any]) -> list[TraceRequest] | Skip:
+    """The requests of a line of an access log, or why it does not count. Other traffic is in a log too, so a body that
+    is no request is skipped, and not an error."""
     body, status = value["request_body"], str(value.get("status"))
     if status.isdecimal() and int(status) >= FAILED_STATUS:
         return Skip.FAILED

@@ -123,6 +123,8 @@ class PlacementSearch:
         return best
 
     def _try(self, heat_blocks: float) -> None:
+        """Tries one move: the requests that `_drawn` gives, to a worker drawn at random. It is kept where no hits are
+        lost; where `n` are, with the probability exp(-n / heat_blocks)."""
         target = self._rng.randrange(len(self._lists))
         moved = {number for number in self._drawn() if self._placed[number] != target}
         if not moved:

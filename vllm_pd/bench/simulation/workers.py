@@ -197,6 +197,8 @@ class SimWorker:
                                         self._count, run))
 
     def _end(self, run: SimRun) -> None:
+        """The answer is complete: its full blocks become hits for others, and all of the request's blocks are freed.
+        Its last token has no KV, because nothing was computed from it."""
         self._reserved_blocks -= run.reserved_blocks
         text = run.arrival.prompt + run.arrival.answer[:-1]
         for start in range(len(run.blocks) * self._block_size, len(text) - self._block_size + 1, self._block_size):

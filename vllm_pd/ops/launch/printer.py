@@ -57,6 +57,8 @@ class LinePrinter:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        """The thread: prints one line after the other, until `close` and nothing is left. Before a line, and at the
+        end, it says how many were lost since it last could."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines or self._closed)

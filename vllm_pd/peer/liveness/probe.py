@@ -74,6 +74,8 @@ class TcpProbes:
         self._epoll.close()
 
     def _advance(self, probe: _Probe) -> None:
+        """The connection has an event: it is made, refused or closed by the other end, or bytes have come. Bytes end
+        the probe only where they are more than a greeting; else it is judged when the other end has closed."""
         connection = probe.connection
         if not probe.connected:
             code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

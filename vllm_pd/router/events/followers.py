@@ -186,6 +186,8 @@ class SideFollower:
         self.more = True
 
     def _on_report(self, now: float, report: m.EngineReport) -> None:
+        """A report. Another epoch of the same life means that the engine's announcer has begun anew: a snapshot is
+        requested. Raises EngineLost for another life."""
         if self._life is not None and m.life_of(report.epoch) != self._life:
             self._counters["strangers" if self.epoch is None else "restarts"] += 1
             raise EngineLost("another engine, or another life of this one, answers at its side socket")
@@ -199,6 +201,8 @@ class SideFollower:
         self._target.reported(report)
 
     def _on_part(self, now: float, part: m.SnapshotPart) -> None:
+        """A part of a snapshot. It is counted and dropped unless it is the next one of the last request. With the last
+        part the target replaces what it knows, in steps, and then calls `_complete`."""
         tokens = self._received_tokens + sum(len(run.token_ids) for run in part.runs)
         if (self._asked_at is None or part.number != self._number or part.epoch != self.epoch
                 or part.first_block != self._received or tokens > MAX_SNAPSHOT_TOKENS
@@ -223,6 +227,8 @@ class SideFollower:
             self._target.apply(self._stream.start(now, next_seq, asked_at))
 
     def _catch_up(self, now: float) -> None:
+        """Request a snapshot where a batch is lost: the stream has a gap, or has been behind the reports for
+        `behind_s`. Request it again when its parts have stopped, each time after a longer pause."""
         if self.epoch is None:
             return
         if self._asked_at is not None:
@@ -415,6 +421,8 @@ class ReplayFollower:
         sockets.send(self._socket, b"", first.to_bytes(8, "big"))
 
     def _on_replayed(self, now: float, frames: list[bytes]) -> None:
+        """A message of the replay's answer: one more batch, or the end, with which the answer is used. Then the
+        follower is live, unless numbers are missing in the answer."""
         replay = self._replay
         if len(frames) == 4:  # with the topic, since vLLM 0.27
             frames = [frames[0], *frames[2:]]

@@ -80,6 +80,8 @@ class Holdings:
         return True
 
     def _stored(self, run: Stored) -> bool:
+        """A run of stored blocks. Where a KV cache group's run does not fit the index it is noted and left out; without
+        groups, blocks of another size raise PeerMismatch. Returns False if the index could not keep all of them."""
         bit = self._bit(run.group_idx)
         size = self._index.block_size or run.block_size
         if run.group_idx is not None and run.block_size != size:
@@ -97,6 +99,9 @@ class Holdings:
         return kept
 
     def _stored_in_group(self, run: Stored, bit: int) -> bool:
+        """With several groups: the group with this bit holds these blocks now, and those that all groups hold go into
+        the index. A run may leave out the tokens of some blocks; what they contain is then known from another group's
+        run. Returns False if the index could not keep all of them."""
         if m.fits(run):
             parent, size, adapter, extras = run.parent_block_hash, run.block_size, adapter_of(run), extras_of(run)
             for number, block_hash in enumerate(run.block_hashes):
@@ -125,6 +130,8 @@ class Holdings:
                                   [extra] if extra else None, False)
 
     def _removed(self, run: Removed) -> None:
+        """Removed blocks. With several groups a block leaves the index when the first of them removes it; its tokens
+        are kept while any group holds it."""
         bit = self._bit(run.group_idx)
         if len(self._groups) < 2:
             self._index.removed(self._worker, run.block_hashes)

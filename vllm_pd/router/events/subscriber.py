@@ -163,6 +163,8 @@ class Subscriber:
     # The task.
 
     async def _run(self) -> None:
+        """The task: finds the engine's events and follows them, for ever. Whatever ends that, the engine's blocks are
+        forgotten and the search begins again, after a pause that depends on the cause."""
         pause_s = RETRY_MIN_S
         while True:
             try:
@@ -331,6 +333,8 @@ class Subscriber:
             self._incomplete = True
 
     def _subscription(self, context: zmq.Context, notice: EventsNotice) -> zmq.Socket:
+        """A socket that receives the engine's batches. The caller owns it. Raises PDError for an address that can't be
+        used."""
         socket = context.socket(zmq.SUB)
         try:
             socket.setsockopt(zmq.IPV6, int("[" in notice.events))

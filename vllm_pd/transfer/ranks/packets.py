@@ -121,6 +121,8 @@ class PacketSocket:
         self._connection.close()
 
     def _add(self, packet: bytes, truncated: bool, messages: list[bytes]) -> None:
+        """Take in a packet, and add the message that ends with it to `messages`. `truncated`: it was longer than a
+        packet may be. Of a message that is too long (`_parts` is None) the rest is dropped, up to its last packet."""
         kind, content = packet[:1], packet[1:]
         if kind == FAREWELL:
             self.farewell = True

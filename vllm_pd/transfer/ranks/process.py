@@ -162,6 +162,8 @@ class RankServer:
             self._rank.close()
 
     def _main(self) -> None:
+        """The thread: waits for the engine, has the transfers made, and answers whether that was possible. Then it
+        ends, as the `RankThread` has its own. Where `close` was called meanwhile, it closes what it has made."""
         connection = self._accept()
         if connection is None:
             return

@@ -161,6 +161,8 @@ class ControlConnection:
         self._socket.close()
 
     def _read(self, count: int, deadline_s: float | None) -> bytes:
+        """The next `count` bytes, all of them there by `deadline_s` of the monotonic clock; None: without a limit.
+        Raises TransferError at the end of the connection, and OSError, of which TimeoutError is one."""
         read = bytearray()
         while len(read) < count:
             if deadline_s is None:

@@ -164,6 +164,8 @@ class WriteReceiver:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _accept(self) -> None:
+        """The thread of the listening socket, until `close`. No error ends it: where it can't accept, it logs that once
+        and tries again; an error in a new connection closes that connection."""
         has_failed = False
         while not self._closing:
             try:

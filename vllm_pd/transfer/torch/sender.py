@@ -95,6 +95,8 @@ class PeerSender:
         return not self._thread.is_alive()
 
     def _main(self) -> None:
+        """The thread: connects, so that the first write need not wait for it, and sends the writes in their order.
+        After `close`, those that are left end with its reason, and the thread ends."""
         try:
             self._connect()
         except (OSError, TransferError) as error:
@@ -126,6 +128,9 @@ class PeerSender:
             return repr(error)
 
     def _send(self, write: OutgoingWrite) -> str:
+        """Send a write in stages. Each is gathered into one of the two buffers while the one before it leaves the
+        other. Returns the peer's error, "" where all is in its blocks. Raises OSError or TransferError, after which the
+        connection can't be used."""
         control, group = self._connect()
         stall_s = self._context.limits.stall_s
         control.send(write.begin)

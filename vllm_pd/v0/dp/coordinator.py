@@ -82,6 +82,8 @@ class CoordinatorServer:
             self._poller.close()
 
     def _serve(self) -> None:
+        """Serve until `close`, and then, where all ranks have left, up to `timeout_s` more until all of them know it.
+        The last message to every rank says that the coordinator has closed."""
         self._poller.watch(self._socket)
         self._poller.watch(self._monitor)
         closing_until = None
@@ -113,6 +115,8 @@ class CoordinatorServer:
         return min(wait_s, SHUTDOWN_SPREAD_S) if self._closed else wait_s
 
     def _receive(self, frames: list[bytes], now: float) -> None:
+        """A rank's report; anything else is counted, logged and dropped. The rank is answered where it asks for that,
+        or where the group has failed."""
         try:
             message = decode(frames[1:])
         except BadFrame as error:
@@ -131,6 +135,9 @@ class CoordinatorServer:
             self._send_update(message.rank, now)
 
     def _send_outdated(self, now: float) -> None:
+        """Send the current values to the ranks that do not know them, at once when they have changed and then every
+        beat. While there are steps to run, all ranks are asked for a sign of life every beat. One that can't be reached
+        is asked every half beat in any case."""
         state = (self._core.step, self._core.over, self._core.registers)
         for rank in self._core.outdated_ranks():
             before, at = self._sent[rank]
@@ -151,6 +158,8 @@ class CoordinatorServer:
             self._send_update(rank, now, answer=not closed, closed=closed)
 
     def _send_update(self, rank: int, now: float, answer: bool = False, closed: bool = False) -> None:
+        """Send a rank the current values, if it has joined. `answer` asks for a report, `closed` says that the
+        coordinator ends. Notes since when the rank can't be reached."""
         if not self._core.joined[rank]:
             return
         core = self._core
@@ -166,6 +175,9 @@ class CoordinatorServer:
             self._lost.pop(rank, None)
 
     def _check(self, now: float) -> None:
+        """Look for failures, and end the group at the first one. Before all ranks have joined, only the time for that
+        counts. In a quiet group no sign of life is expected, but a rank that can't be reached, or was shut down too
+        early, counts."""
         core = self._core
         if not all(core.joined):
             if now - self._started > self._settings.join_s:

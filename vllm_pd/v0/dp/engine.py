@@ -244,6 +244,7 @@ class EngineSync:
             raise SystemExit from error
 
     def _keep_up(self, dummy: Callable[[], Any]) -> None:
+        """See `keep_up`. Here GroupFailed is raised also where this rank has left the group."""
         self._count_ended()
         if self._leaving:
             self._go_on_leaving()

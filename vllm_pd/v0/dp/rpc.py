@@ -110,6 +110,8 @@ class RpcMember(BaseMember):
         self._context.term()
 
     def _watch(self) -> None:
+        """The thread: reports this rank to the coordinator, then receives and checks until `close` or a failure. It
+        sleeps while nothing is due (`_asleep`); a report of the engine loop wakes it."""
         poller = zmq.Poller()
         for source in (self._thread_socket, self._monitor, self._waker):
             poller.register(source, zmq.POLLIN)
@@ -148,6 +150,8 @@ class RpcMember(BaseMember):
                     self._report(self._thread_socket, answer=True)
 
     def _receive(self, frames: list[bytes], now: float) -> None:
+        """An update of the coordinator; anything else is logged and dropped. Wakes the engine loop if it makes
+        something due. A fault in it ends the group for this rank."""
         try:
             update = decode(frames)
         except BadFrame as error:

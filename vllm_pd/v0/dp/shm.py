@@ -219,6 +219,9 @@ class ShmMember(BaseMember):
                 self._page.wake_all()
 
     def _poll(self) -> None:
+        """Until `close` or a failure, wake the engine loop where something is due, write this rank's beat, and look for
+        failures: every beat while there are steps or calls, and in a quiet group when a wakeup comes or a rank's
+        process dies."""
         poll = select.poll()
         poll.register(self._page.wakeup_fd, select.POLLIN)
         poll.register(self._waker, select.POLLIN)
