@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.model.layers import check_stored_groups
+from vllm_pd.model.layers import check_groups, check_stored_groups
 from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.groups import block_rows, states_name
 
@@ -96,7 +96,7 @@ def test_b114_groups_of_blocks(grouping, layers, windows):
 
 
 @pytest.mark.parametrize("layers, words", [
-    ([FULL, SlidingWindowSpec(**{**SHAPE, "num_kv_heads": 2}, sliding_window=64)], "one shape"),
+    ([FULL, SlidingWindowSpec(**{**SHAPE, "num_kv_heads": 2}, sliding_window=64)], "one shape.*--disable-hybrid"),
     ([FULL, dataclasses.replace(WINDOW, extra_retained_tokens=3)], "one shape"),
     ([WINDOW, NARROW], "all tokens in one group"),
     ([FULL, WINDOW, MAMBA], "all tokens in one group"),
@@ -106,6 +106,15 @@ def test_b114_groups_of_blocks(grouping, layers, windows):
 def test_b114_b80_other_groups_are_refused(grouping, layers, words):
     with pytest.raises(ConfigError, match=f"kv_cache_groups=.*{words}"):
         connect(grouping, *layers)
+
+
+def test_b114_b80_no_flag_is_named_that_does_not_help():
+    """With states one group is refused, too."""
+    groups = [KVCacheGroupSpec(["a"], FULL), KVCacheGroupSpec(["b"], dataclasses.replace(FULL, num_kv_heads=2)),
+              KVCacheGroupSpec(["c"], MAMBA)]
+    with pytest.raises(ConfigError, match="one shape") as refused:
+        check_groups(groups)
+    assert "--disable-hybrid" not in str(refused.value)
 
 
 @pytest.mark.parametrize("layers, windows, name", [

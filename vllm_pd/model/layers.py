@@ -119,9 +119,9 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
                getattr(spec, "extra_retained_tokens", 0)) for each in with_kv for spec in each}
     windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in with_kv]
     if len(shapes) > 1 or max(map(len, windows)) > 1:
+        in_one = "; or write --disable-hybrid-kv-cache-manager" if other == {SlidingWindowSpec} else ""
         raise ConfigError("kv_cache_groups", names, f"{ONE_SHAPE}here (tokens of a block, bytes, KV heads, head size, "
-                          f"type, kept tokens) are {sorted(map(str, shapes))}; or write "
-                          "--disable-hybrid-kv-cache-manager")
+                          f"type, kept tokens) are {sorted(map(str, shapes))}{in_one}")
     states = {(spec.block_size, spec.mamba_cache_mode, spec.num_speculative_blocks)
               for each, kind in zip(specs, kinds, strict=True) if kind == {MambaSpec} for spec in each}
     if len(states) > 1 or any(mode == "all" or blocks for _, mode, blocks in states):
