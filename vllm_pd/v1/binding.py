@@ -24,8 +24,10 @@ from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.protocol.messages import Attempt, Load
+from vllm_pd.protocol.scope import SALT
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote, scope_of
@@ -71,12 +73,14 @@ class EngineHandover(HandoverEngine):
         self._scheduler = scheduler
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
+        self.adapters = AdapterBook(scheduler.lora_config)
         self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, capacity.rows,
-                                              metrics, self.speed)
+                                              metrics, self.speed, self.adapters)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol.prefill, scheduler, access, capacity, self.fence,
-                                                 metrics, self.speed)
+                                                 metrics, self.speed, self.adapters)
+            self.adapters.changed = self._list_adapters
             self.prefill_jobs.execute = transfer.execute
             self.prefill_jobs.set_credits()
         self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
@@ -119,9 +123,9 @@ class EngineHandover(HandoverEngine):
             self.remote_prefills.settle_hold(request)
             if self.prefill_jobs is not None:
                 self.prefill_jobs.drop_prompt(request.request_id)
-            if request.status in _COMPUTED and can_go_remote(request):
+            if request.status in _COMPUTED and can_go_remote(request, self.adapters):
                 params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
-                                     request.prompt_token_ids, scope_of(request), tables[0],
+                                     request.prompt_token_ids, scope_of(request, self.adapters), tables[0],
                                      self.remote_prefills.set_aside_blocks)
         self.changed()
         return params
@@ -156,7 +160,7 @@ class EngineHandover(HandoverEngine):
         self.changed()
         self._has_new = True
         if (self.prefill_jobs is not None and self._scheduler.requests.get(request.request_id) is request
-                and can_go_remote(request) and self.holds.has_turn(request.sampling_params.extra_args)):
+                and can_go_remote(request, self.adapters) and self.holds.has_turn(request.sampling_params.extra_args)):
             self._guard(self.prefill_jobs.add_prompt, request.request_id, request, request.num_tokens, request.priority)
 
     def changed(self) -> None:
@@ -350,6 +354,9 @@ class EngineHandover(HandoverEngine):
         if self._has_jobs() and self._scheduler.pause_state is PauseState.PAUSED_NEW:
             self._give_up_jobs(self.prefill_jobs.waiting, "this engine is paused")  # V1 has preempted them since
         self._transmit()
+
+    def _list_adapters(self, scopes: tuple[str, ...]) -> None:
+        self.protocol.prefill.set_scopes((SALT, *scopes))
 
     def _leave(self, attempt: Attempt) -> Request | None:
         request = self.remote_prefills.leave(attempt)

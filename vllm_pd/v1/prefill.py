@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import RequestStatus
@@ -31,6 +32,7 @@ from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.groups import usable_hit
 
@@ -55,7 +57,9 @@ class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
     def __init__(self, config: PDConfig, session: PrefillSession, scheduler: Scheduler, access: EngineAccess,
-                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed) -> None:
+                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed,
+                 adapters: AdapterBook) -> None:
+        self._adapters = adapters
         self._scheduler = scheduler
         self._access = access
         self._fence = fence
@@ -241,16 +245,29 @@ class InternalRequests(PrefillHandover):
             raise ValueError("this engine is paused or ends")
         if job.request_id in self._scheduler.requests:
             raise ValueError(f"there is a request {job.request_id}")
+        adapter = self._adapter(job.prefill.scope.adapter)
         self._attempts[job.request_id] = job.prefill.attempt
         try:
             return self._access.add(EngineCoreRequest(
                 request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=None,
                 sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
-                pooling_params=None, arrival_time=time.time(), lora_request=None,
+                pooling_params=None, arrival_time=time.time(), lora_request=adapter,
                 cache_salt=job.prefill.scope.salt or None, data_parallel_rank=None, priority=job.prefill.priority))
         except Exception:
             self.forget(job.request_id)
             raise
+
+    def _adapter(self, digest: bytes) -> LoRARequest | None:
+        """That of a job whose scope has this digest. Raises ValueError where it can't be computed here, or not soon:
+        clients' requests, which run for long, have as many others as a batch takes."""
+        if not digest:
+            return None
+        found = self._adapters.request(digest, LoRARequest)
+        others = {one.lora_request.lora_int_id for one in self._scheduler.running
+                  if one.lora_request is not None and not self.is_internal(one.request_id)}
+        if len(others) >= self._adapters.max_loras:
+            raise ValueError(f"its clients use {len(others)} LoRA adapters, of max_loras={self._adapters.max_loras}")
+        return found
 
     def _abort_request(self, job: PeerJob) -> None:
         self._aborting = True

@@ -19,6 +19,7 @@ from vllm_pd.model.source_names import Required, missing_names
 SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/rebasing.md has the table
 
 _LAYERS = "how layers are grouped, and whether they have one shape"
+_ADAPTER = "named by the digest of its files, where a job is computed with it"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
 _STORE = "replaced by ours in PDStoreConnector"
@@ -134,6 +135,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCoreProc.shutdown_state", "whether that holds"),
         Required("EngineCore._idle_state_callbacks", "an engine that somebody waits for does not sleep"),
         Required("EngineCore.collective_rpc", "loads the weights anew", takes=("method", )),
+        Required("EngineCore.add_lora", "which adapters the front end has loaded", takes=("lora_request", )),
         Required("EngineCore.execute_dummy_batch", "the other ranks are started before it", takes=()),
         Required("EngineCoreProc._send_abort_outputs", "answers clients at the end", takes=("aborted_reqs", )),
         Required("EngineCore.preprocess_add_request", "makes a request of our own; replaced by ours, which spares the "
@@ -284,6 +286,15 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
         Required("KVTransferConfig.kv_connector_module_path", "names another class for ours, with the store"),
         Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),
+    ),
+    "config/lora.py": (
+        Required("LoRAConfig.max_loras", "a job of another adapter is refused while clients use so many"),
+        Required("LoRAConfig.lora_dtype", "in the digest of an adapter"),
+        Required("LoRAConfig.target_modules", "in the digest of an adapter"),
+    ),
+    "lora/request.py": (
+        Required("LoRARequest.lora_name", _ADAPTER), Required("LoRARequest.lora_int_id", _ADAPTER),
+        Required("LoRARequest.lora_path", _ADAPTER), Required("LoRARequest.is_3d_lora_weight", _ADAPTER),
     ),
     "config/speculative.py": (
         Required("SpeculativeConfig.method", "some are refused; in the fingerprint"),
