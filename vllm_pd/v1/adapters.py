@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which LoRA adapters an engine has, by the digest of their files.
 
-vLLM's front end names an adapter and its path; EngineCore learns of it when it is loaded (`add_lora`: `--lora-modules`,
-the route, a resolver), or by its first request. It is noted here then. D names the digest in its job; a prefill engine
-lists the digests of what its own front end has loaded, and computes a job with a LoRARequest of its own over that
-path: a path never comes from a peer. That request is named by the digest, because V1's block hashes have the name and
-the path of an adapter, and not its content.
+vLLM's front end names an adapter and its path, and EngineCore learns of it when it is loaded (`add_lora`:
+`--lora-modules`, the route, a resolver). It is noted here then. D names the digest in its job. A prefill engine lists
+the digests of what its front end has loaded, and computes a job with the LoRARequest of that load: nothing more is
+loaded because of a peer, and no path comes from one.
 
-A name and a path stand for the files that were there when they were noted. Where these have changed since, V1's own
-prefix cache may have blocks of both: requests with that adapter stay here until the engine is restarted. (vLLM itself
-says to load changed files from a new path.) Jobs are computed with what was loaded last: by another digest, so under
-another name.
+vLLM's workers may read the files of an adapter again at any step, and its prefix cache knows the adapter by name and
+path only. So a name and a path stand for the files that were there at the first load, for as long as the process
+lives: where these have changed, prompts with that adapter stay here and no job is computed with it, until it is loaded
+by another name or from another path. The same goes for a number (`lora_int_id`) under which two were loaded, for the
+workers do not load the second one while they have the first, and for an adapter that a request used before any load.
 """
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from vllm_pd.model.adapters import FilesState, digest_adapter, state_of_adapter
+import msgspec
+
+from vllm_pd.model.adapters import Look
 from vllm_pd.protocol.scope import MAX_ADAPTERS, adapter_scope
+from vllm_pd.v1.adapter_files import AdapterFiles, AdapterReader
 
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
@@ -30,129 +34,157 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
-FIRST_ID = 1 << 30  # of our own LoRARequests; those of front ends count from 1
-MAX_NOTED = 4096  # names and paths; prompts with further ones stay here
-LOOK_S = 1.0  # for how long the files of an adapter count as unchanged
+MAX_NOTED = 1 << 16  # numbers, and pairs of name and path; what comes after them stays here
+
+_Key = tuple[str, str]  # name and path
 
 
-class _Adapter(NamedTuple):
-    """An adapter whose files these are, and the number of our LoRARequest for it. `is_3d`: as the front end says."""
-    path: str
-    is_3d: bool
-    state: FilesState
-    digest: bytes
-    number: int
+@dataclass
+class _Adapter:
+    """What a name and a path stand for. `request`: of the last load. `files` None: not known since when it is in use.
+    `stays`: nothing is computed with it for others, or by others."""
+    request: LoRARequest
+    files: AdapterFiles | None
+    stays: bool
 
 
 class AdapterBook:
-    """The adapters of one engine. Used from its step loop only. `config` None: LoRA is off. `changed`, if set, gets
-    what a prefill engine's registry entry is to list, when that is another."""
+    """The adapters of one engine. Used from its step loop only. `config` None: LoRA is off. `is_offering`: whether it
+    computes jobs with them."""
 
-    def __init__(self, config: LoRAConfig | None) -> None:
-        self.changed: Callable[[tuple[str, ...]], None] | None = None
+    def __init__(self, config: LoRAConfig | None, reader: AdapterReader, is_offering: bool) -> None:
         self.max_loras = 0 if config is None else config.max_loras
+        self._most_offered = 0 if config is None or not is_offering else min(config.max_cpu_loras, MAX_ADAPTERS)
         self._settings = "" if config is None else f"{config.lora_dtype} {sorted(config.target_modules or ())}"
-        self._named: dict[tuple[str, str], _Adapter | None] = {}  # by name and path; None: stays here, see above
-        self._offered: dict[bytes, _Adapter] = {}  # by digest, the last one at the end
-        self._looked: dict[str, tuple[float, FilesState]] = {}  # by path: when its files were looked at
-        self._numbers = FIRST_ID
+        self._reader = reader
+        self._adapters: dict[_Key, _Adapter] = {}  # the last one that was loaded at the end
+        self._keys: dict[int, _Key] = {}  # by number: what was loaded or used under it first
 
     def load(self, request: LoRARequest, load: Callable[[LoRARequest], bool]) -> bool:
-        """Have V1 `load` this adapter, maybe in the place of other files, and note what was loaded."""
-        before = self._state(request.lora_path, now=True)
+        """Have V1 `load` this adapter, and note what was loaded. Looks at the files, as the load does."""
+        try:
+            look = self._reader.look(Path(request.lora_path).expanduser())
+        except OSError:
+            look = None  # `load` says what is wrong, or knows the path as a name of a hub
         is_loaded = load(request)
-        found = known = self._named.get(_key(request))
-        if known is None or known.state != before:
-            found = self._read(request)
-            if found is not None and found.state != before:
-                found = None  # written meanwhile
-            for other in [one for one in (known, *self._offered.values()) if one is not None and one != found
-                          and one.path == request.lora_path and one.state != before]:
-                self._forget(other)
-            if _key(request) not in self._named:
-                self._name(request, found)
-        if found is not None and self._offered.get(found.digest) != found:
-            self._offered.pop(found.digest, None)
-            self._offered[found.digest] = found
-            self._announce()
+        if is_loaded:
+            self._note(request, look, is_load=True)
         return is_loaded
 
-    def digest(self, request: LoRARequest) -> bytes:
-        """Of the adapter of a client's request; empty where no other engine can have its KV."""
-        if _key(request) not in self._named:
-            self._name(request, self._read(request))
-        known = self._named.get(_key(request))
-        return known.digest if known is not None and self._is_unchanged(known) else b""
+    def note_use(self, request: LoRARequest) -> None:
+        """A client's request has this adapter."""
+        self._note(request, None, is_load=False)
 
-    def request(self, digest: bytes, make: Callable[..., LoRARequest]) -> LoRARequest:
-        """With which a job is computed. `make` is vLLM's class. Raises ValueError where this engine has loaded none
-        with this digest."""
-        known = self._offered.get(digest)
-        if known is None or not self._is_unchanged(known):
-            raise ValueError(f"no LoRA adapter with the digest {digest.hex()[:16]} is loaded here, or its files have "
-                             "changed since: load it by --lora-modules or /v1/load_lora_adapter")
-        return make(lora_name=f"pd-{digest.hex()}", lora_int_id=known.number, lora_path=known.path,
-                    is_3d_lora_weight=known.is_3d)
+    def digest(self, request: LoRARequest) -> bytes:
+        """Of the adapter of a client's request: the same for as long as the process lives, once it is known; empty
+        until then, and where no other engine can have its KV."""
+        found = self._find(request)
+        return b"" if found is None or found.files is None else found.files.digest
+
+    def is_usable(self, request: LoRARequest) -> bool:
+        """Whether its digest says what it is now."""
+        return self._is_usable(self._find(request))
+
+    def request(self, digest: bytes) -> LoRARequest:
+        """With which a job is computed. Raises ValueError where this engine has none for this digest at the moment."""
+        for one in self._offered():
+            if one.files.digest == digest:
+                return one.request
+        raise ValueError(f"no LoRA adapter with the digest {digest.hex()[:16]} is offered here, or its files have "
+                         "changed or can't be looked at")
 
     def scopes(self) -> tuple[str, ...]:
-        """Those whose jobs can be done here: the last MAX_ADAPTERS that were loaded."""
-        return tuple(map(adapter_scope, list(self._offered)[-MAX_ADAPTERS:]))
+        """Those whose jobs can be done here."""
+        return tuple(dict.fromkeys(adapter_scope(one.files.digest) for one in self._offered()))
 
-    def _name(self, request: LoRARequest, found: _Adapter | None) -> None:
-        if len(self._named) >= MAX_NOTED:
+    def look(self) -> None:
+        """Have the files of all adapters looked at now."""
+        self._reader.ask()
+
+    def unchanged_since(self, request: LoRARequest, since: float) -> bool | None:
+        """Whether its files were unchanged from its load on, at least until the time `since` of the monotonic clock;
+        None: not known yet."""
+        found = self._find(request)
+        if found is None or found.files is None or found.stays or found.files.have_changed:
+            return False
+        return True if found.files.unchanged_at > since else None
+
+    def _offered(self) -> list[_Adapter]:
+        """The last ones that were loaded, as many as the workers keep in memory: no job makes them read files again
+        that clients' prompts need no more."""
+        if not self._most_offered:
+            return []
+        return list(filter(self._is_usable, list(self._adapters.values())[:-self._most_offered - 1:-1]))
+
+    def _is_usable(self, one: _Adapter | None) -> bool:
+        return (one is not None and one.files is not None and not one.stays
+                and one.files.are_unchanged(time.monotonic()))
+
+    def _find(self, request: LoRARequest) -> _Adapter | None:
+        key = _key(request)
+        return self._adapters.get(key) if self._keys.get(request.lora_int_id) == key else None
+
+    def _note(self, request: LoRARequest, look: Look | None, is_load: bool) -> None:
+        number, key = request.lora_int_id, _key(request)
+        first = self._keys.get(number, key)
+        if first != key:
+            for one in (first, key):
+                self._stay(one, f"the number {number} was used for {first} and {key}")
+            look = None
+        if number in self._keys and key in self._adapters:
+            self._note_again(request, look, is_load)
+        elif len(self._keys) + len(self._adapters) < MAX_NOTED:
+            self._keys.setdefault(number, key)
+            if key in self._adapters:
+                self._note_again(request, look, is_load)
+            else:
+                self._adapters[key] = self._made(request, look)
+            if len(self._keys) + len(self._adapters) >= MAX_NOTED:
+                logger.warning("so many LoRA adapters were loaded that prompts of further ones stay with this engine "
+                               "until it is restarted")
+
+    def _made(self, request: LoRARequest, look: Look | None) -> _Adapter:
+        files = None
+        if look is None:
+            logger.warning("LoRA adapter %r (%s) is in no folder that can be looked at, or was not loaded before its "
+                           "first use: its prompts stay with this engine", *_key(request))
+        else:
+            live = [key for key, one in self._adapters.items() if not one.stays]
+            if len(live) >= MAX_ADAPTERS:
+                self._stay(live[0], f"{MAX_ADAPTERS} were loaded since")
+            files = self._reader.watch(Path(request.lora_path).expanduser(),
+                                       f"{self._settings} {request.is_3d_lora_weight}", look)
+        return _Adapter(_plain(request), files, stays=files is None)
+
+    def _note_again(self, request: LoRARequest, look: Look | None, is_load: bool) -> None:
+        key = _key(request)
+        known = self._adapters[key]
+        if not is_load or known.stays:
             return
-        self._named[_key(request)] = found
-        if found is None:
-            logger.warning("LoRA adapter %r is in no folder here (%s): its prompts stay with this engine",
-                           request.lora_name, request.lora_path)
+        if (look or known.files.look) != known.files.look or (
+                request.is_3d_lora_weight != known.request.is_3d_lora_weight):
+            self._stay(key, "its files have changed")
+            return
+        known.request = _plain(request)
+        self._adapters[key] = self._adapters.pop(key)
 
-    def _read(self, request: LoRARequest) -> _Adapter | None:
-        """None where it is no folder of this host."""
-        folder = Path(request.lora_path).expanduser()
-        try:
-            state = state_of_adapter(folder)
-            digest = digest_adapter(folder, f"{self._settings} {request.is_3d_lora_weight}")
-        except OSError:
-            return None
-        self._numbers += 1
-        self._looked[request.lora_path] = time.monotonic(), state
-        return _Adapter(request.lora_path, request.is_3d_lora_weight, state, digest, self._numbers)
-
-    def _is_unchanged(self, known: _Adapter) -> bool:
-        if self._state(known.path) == known.state:
-            return True
-        self._forget(known)
-        return False
-
-    def _forget(self, known: _Adapter) -> None:
-        """Its files have changed."""
-        for key in [key for key, one in self._named.items() if one == known]:
-            logger.warning("the files of LoRA adapter %r in %s have changed: its prompts stay with this engine; load "
-                           "changed files from a new path", *key)
-            self._named[key] = None
-        if self._offered.get(known.digest) == known:
-            del self._offered[known.digest]
-            self._announce()
-
-    def _state(self, path: str, now: bool = False) -> FilesState:
-        """Of the files there, as of LOOK_S ago at most; empty where there are none."""
-        time_s = time.monotonic()
-        looked_at, found = self._looked.get(path, (float("-inf"), ()))
-        if now or time_s - looked_at >= LOOK_S:
-            try:
-                found = state_of_adapter(Path(path).expanduser())
-            except OSError:
-                found = ()
-            self._looked[path] = time_s, found
-        return found
-
-    def _announce(self) -> None:
-        if self.changed is not None:
-            self.changed(self.scopes())
+    def _stay(self, key: _Key, reason: str) -> None:
+        known = self._adapters.get(key)
+        if known is None or known.stays:
+            return
+        known.stays = True
+        self._reader.unwatch(known.files)
+        logger.warning("prompts of LoRA adapter %r (%s) stay with this engine from now on: %s; load it by another name "
+                       "or from another path", *key, reason)
 
 
-def _key(request: LoRARequest) -> tuple[str, str]:
+def _key(request: LoRARequest) -> _Key:
     return request.lora_name, request.lora_path
+
+
+def _plain(request: LoRARequest) -> LoRARequest:
+    """The same without `load_inplace`, with which the workers would load it at each step."""
+    return msgspec.structs.replace(request, load_inplace=False)
 
 
 def watch_adapters(engine: Any, book: AdapterBook) -> None:

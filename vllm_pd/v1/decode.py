@@ -193,6 +193,9 @@ class ParkedRequests(DecodeHandover["Request"]):
                 return True  # a block's hash is that of all tokens up to it
         return False
 
+    def _hold(self, request: Request) -> Attempt | None:
+        return None if request.lora_request is not None else super()._hold(request)  # nobody keeps such a prompt
+
     def _num_remote(self, request: Request) -> int:
         """How many tokens of its prompt a peer is to compute, those of its prefix hit included."""
         return request.num_prompt_tokens - self._rows.own_tokens

@@ -24,10 +24,11 @@ def scores_prompt(params: SamplingParams) -> bool:
 
 
 def scope_of(request: Request, adapters: AdapterBook) -> PromptScope:
-    """What decides, beside its tokens, whose KV the prompt of a request may use that can go remote."""
+    """What decides, beside its tokens, whose KV the prompt of a request may use: as the request says, also where it
+    can't go remote any more. An adapter that has no digest here is nobody else's."""
     salt, adapter = request.cache_salt or "", b""
     if request.lora_request is not None:
-        adapter = adapters.digest(request.lora_request) or NOBODYS  # its files may have changed since it was asked
+        adapter = adapters.digest(request.lora_request) or NOBODYS
     return PromptScope(salt, adapter) if salt or adapter else NO_SCOPE
 
 
@@ -39,8 +40,8 @@ def can_go_remote(request: Request, adapters: AdapterBook) -> bool:
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
         return False  # the prompt is more than token ids
     if not fits_salt(request.cache_salt or ""):
-        return False
-    if request.lora_request is not None and not adapters.digest(request.lora_request):
+        return False  # a job carries no salt of any length
+    if request.lora_request is not None and not adapters.is_usable(request.lora_request):
         return False  # nobody could say whether another engine has the same
     if request.resumable:
         return False  # the prompt goes on while it is prefilled

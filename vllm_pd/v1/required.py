@@ -19,7 +19,7 @@ from vllm_pd.model.source_names import Required, missing_names
 SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/rebasing.md has the table
 
 _LAYERS = "how layers are grouped, and whether they have one shape"
-_ADAPTER = "named by the digest of its files, where a job is computed with it"
+_ADAPTER = "which adapter was loaded, with which a job is computed"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
 _STORE = "replaced by ours in PDStoreConnector"
@@ -288,13 +288,15 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),
     ),
     "config/lora.py": (
-        Required("LoRAConfig.max_loras", "a job of another adapter is refused while clients use so many"),
+        Required("LoRAConfig.max_loras", "a job with another adapter waits while so many are used"),
+        Required("LoRAConfig.max_cpu_loras", "so many adapters are offered"),
         Required("LoRAConfig.lora_dtype", "in the digest of an adapter"),
         Required("LoRAConfig.target_modules", "in the digest of an adapter"),
     ),
     "lora/request.py": (
         Required("LoRARequest.lora_name", _ADAPTER), Required("LoRARequest.lora_int_id", _ADAPTER),
-        Required("LoRARequest.lora_path", _ADAPTER), Required("LoRARequest.is_3d_lora_weight", _ADAPTER),
+        Required("LoRARequest.lora_path", _ADAPTER), Required("LoRARequest.load_inplace", _ADAPTER),
+        Required("LoRARequest.is_3d_lora_weight", _ADAPTER),
     ),
     "config/speculative.py": (
         Required("SpeculativeConfig.method", "some are refused; in the fingerprint"),
