@@ -1,33 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B115: an adapter is known by its files, whatever it is called, and never taken for another one."""
-from types import SimpleNamespace
+"""B115: real files of adapters, and the thread that looks at them. What follows from a look:
+tests/unit/test_adapter_book.py.
+"""
+import os
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.adapters import write_stub
-from vllm_pd.protocol.scope import MAX_ADAPTERS, adapter_scope
-from vllm_pd.v1 import adapters
-from vllm_pd.v1.adapters import FIRST_ID, AdapterBook
+from tests.waiting import wait_for
+from vllm_pd.model.adapters import CHUNK_BYTES, digest_adapter, look_at
+from vllm_pd.v1 import adapter_files
+from vllm_pd.v1.adapter_files import AdapterReader
 
-CONFIG = SimpleNamespace(max_loras=2, lora_dtype="auto", target_modules=None)
-
-
-def asked(path, name="one", number=1, is_3d=False):
-    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), is_3d_lora_weight=is_3d)
-
-
-def made(**fields):
-    return SimpleNamespace(**fields)
-
-
-def listed(book):
-    return set(book.scopes())
-
-
-@pytest.fixture
-def book(monkeypatch):
-    monkeypatch.setattr(adapters, "LOOK_S", 0.0)  # each look is a new one
-    return AdapterBook(CONFIG)
+WEIGHTS = "adapter_model.bin"
 
 
 @pytest.fixture
@@ -35,90 +23,141 @@ def folder(tmp_path):
     return write_stub(tmp_path / "a", "first")
 
 
-def test_the_digest_is_that_of_the_files(book, folder, tmp_path):
-    same, other = write_stub(tmp_path / "b", "first"), write_stub(tmp_path / "c", "other")
-    digest = book.digest(asked(folder))
-    assert len(digest) == 32 and book.digest(asked(same, "two", 2)) == digest != book.digest(asked(other, "one", 3))
-    config = write_stub(tmp_path / "d", "first") / "adapter_config.json"
-    config.write_text('{"r": 16}')
-    assert book.digest(asked(tmp_path / "d")) != digest != book.digest(asked(folder, "3d", is_3d=True))
-    assert AdapterBook(SimpleNamespace(**{**vars(CONFIG), "lora_dtype": "float16"})).digest(asked(folder)) != digest
+@pytest.fixture
+def woken():
+    return threading.Event()
 
 
-@pytest.mark.parametrize("path", ["nowhere", "org/name-of-a-hub"])
-def test_one_that_is_no_folder_here_stays(book, tmp_path, path):
-    assert book.digest(asked(tmp_path / path)) == b"" and not book.scopes()
+@pytest.fixture
+def reader(woken, monkeypatch):
+    monkeypatch.setattr(adapter_files, "LOOK_S", 0.01)
+    made = AdapterReader(woken.set)
+    yield made
+    made.close()
 
 
-def test_what_is_loaded_is_listed_and_computed_under_the_name_of_its_digest(book, folder):
-    seen = []
-    book.changed = seen.append
-    assert book.load(asked(folder), lambda request: True)
-    digest = book.digest(asked(folder))
-    assert seen == [(adapter_scope(digest), )] == [book.scopes()]
-    ours = book.request(digest, made)
-    assert (ours.lora_name, ours.lora_path) == (f"pd-{digest.hex()}", str(folder)) and ours.lora_int_id > FIRST_ID
-    assert book.request(digest, made) == ours
-    book.load(asked(folder), lambda request: True)
-    assert len(seen) == 1, "the same again"
+def digest(folder: Path, settings: str = "") -> bytes:
+    return digest_adapter(folder, look_at(folder), settings)
 
 
-def test_what_only_a_request_names_is_not_computed_for_others(book, folder):
-    digest = book.digest(asked(folder))
-    with pytest.raises(ValueError, match="is loaded here"):
-        book.request(digest, made)
-    book.load(asked(folder), lambda request: True)
-    assert book.request(digest, made) and book.scopes() == (adapter_scope(digest), )
+def test_the_digest_is_of_each_byte_and_of_no_place(folder, tmp_path):
+    assert digest(write_stub(tmp_path / "b", "first")) == digest(folder) != digest(folder, "float16")
+    (folder / "README.md").write_text("not read")
+    assert digest(folder) == digest(tmp_path / "b")
+    (tmp_path / "b" / "adapter_config.json").write_text('{"r": 16}')
+    assert digest(folder) != digest(tmp_path / "b")
+    large = bytearray(2 * CHUNK_BYTES + 5)
+    found = set()
+    for at in (0, 70_001, CHUNK_BYTES, 2 * CHUNK_BYTES + 4):
+        large[at] += 1
+        (folder / WEIGHTS).write_bytes(large)
+        found.add(digest(folder))
+    assert len(found) == 4
+    os.rename(folder / WEIGHTS, folder / "adapter_model.pt")
+    assert digest(folder) not in found
 
 
-def test_one_that_vllm_does_not_load_is_not_listed(book, folder):
-    def fails(request):
-        raise RuntimeError("rank")
-
-    with pytest.raises(RuntimeError):
-        book.load(asked(folder), fails)
-    assert not book.scopes()
+def in_place(path: Path) -> None:
+    with open(path, "r+b") as opened:
+        opened.write(b"F")
 
 
-def test_files_that_change_are_not_mixed(book, folder):
-    """D keeps its prompts from then on; P does not compute the old ones, and the new ones once they are loaded."""
-    book.load(asked(folder), lambda request: True)
-    before = book.digest(asked(folder))
-    old = book.request(before, made)
-    write_stub(folder, "second, of another size")
-    assert book.digest(asked(folder)) == b""
-    with pytest.raises(ValueError, match="changed"):
-        book.request(before, made)
-    assert not book.scopes()
-    book.load(asked(folder), lambda request: True)
-    assert book.digest(asked(folder)) == b"", "V1 may have blocks of the old ones under this name and path"
-    (scope,) = book.scopes()
-    assert scope != adapter_scope(before)
-    digest = AdapterBook(CONFIG).digest(asked(folder))
-    new = book.request(digest, made)
-    write_stub(folder, "third, loaded in place, too")
-    book.load(asked(folder), lambda request: True)
-    assert len(book.scopes()) == 1 and book.scopes() != (scope, ), "what was at this path before is not offered"
-    assert scope == adapter_scope(digest) and new.lora_name != old.lora_name and new.lora_int_id != old.lora_int_id
+def kept_times(path: Path) -> None:
+    """As `cp --preserve` does: size and time of the last change are those of before."""
+    status = path.stat()
+    in_place(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def test_files_that_change_while_they_are_loaded_are_known_to_nobody(book, folder):
-    book.load(asked(folder), lambda request: bool(write_stub(folder, "written meanwhile")))
-    assert book.digest(asked(folder)) == b"" and not book.scopes()
+def replaced(path: Path) -> None:
+    status, other = path.stat(), path.with_name("other")
+    other.write_bytes(b"F" + path.read_bytes()[1:])
+    os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+    os.replace(other, path)
 
 
-def test_a_new_path_is_another_adapter_of_the_same_name(book, folder, tmp_path):
-    book.load(asked(folder), lambda request: True)
-    other = write_stub(tmp_path / "b", "second")
-    book.load(asked(other), lambda request: True)
-    digests = {book.digest(asked(folder)), book.digest(asked(other))}
-    assert len(digests) == 2 and listed(book) == set(map(adapter_scope, digests))
+def another_first(path: Path) -> None:
+    """The one that vLLM prefers."""
+    path.with_name("adapter_model.safetensors").write_bytes(b"other")
 
 
-def test_the_last_ones_are_listed_and_all_is_bounded(book, tmp_path, monkeypatch):
-    monkeypatch.setattr(adapters, "MAX_NOTED", MAX_ADAPTERS + 2)
-    folders = [write_stub(tmp_path / f"{number}", f"content {number}") for number in range(MAX_ADAPTERS + 3)]
-    for one in folders:
-        book.load(asked(one), lambda request: True)
-    assert len(book.scopes()) == MAX_ADAPTERS
-    assert book.digest(asked(folders[-1])) == b"" != book.digest(asked(folders[0]))
+@pytest.mark.parametrize("change", [in_place, kept_times, replaced, another_first])
+def test_each_change_is_another_look(folder, change):
+    before, first = look_at(folder), digest(folder)
+    time.sleep(0.05)  # times of files go by the clock's ticks
+    change(folder / WEIGHTS)
+    assert look_at(folder) != before and digest(folder) != first
+
+
+@pytest.mark.parametrize("spoil", ["folder", "adapter_config.json", WEIGHTS, "pipe"])
+def test_what_is_no_adapter_is_an_error(folder, spoil):
+    if spoil == "folder":
+        folder = folder / "org" / "name-of-a-hub"
+    else:
+        (folder / (WEIGHTS if spoil == "pipe" else spoil)).unlink()
+    if spoil == "pipe":
+        os.mkfifo(folder / WEIGHTS)
+    with pytest.raises(OSError):
+        look_at(folder)
+
+
+def test_the_thread_reads_looks_and_ends(reader, folder, woken):
+    files = reader.watch(folder, "settings", look_at(folder))
+    wait_for(lambda: files.are_unchanged(time.monotonic()), "it is not read")
+    assert files.digest == digest(folder, "settings") and woken.is_set()
+    woken.clear()
+    since = time.monotonic()
+    reader.ask()
+    assert woken.wait(10)
+    wait_for(lambda: files.unchanged_at > since, "there is no further look")
+    woken.clear()
+    in_place(folder / WEIGHTS)
+    assert woken.wait(10) and files.have_changed
+    reader.close()
+    reader.close()
+    assert not reader._thread.is_alive()
+
+
+def test_a_file_system_that_hangs_holds_up_nobody(folder, woken, monkeypatch):
+    monkeypatch.setattr(adapter_files, "LOOK_S", 0.01)
+    monkeypatch.setattr(adapter_files, "STALE_S", 0.2)
+    monkeypatch.setattr(adapter_files, "JOIN_S", 0.1)
+    answers = threading.Event()
+    answers.set()
+
+    def look(path):
+        answers.wait()
+        return look_at(path)
+
+    reader = AdapterReader(woken.set, look)
+    files = reader.watch(folder, "", look_at(folder))
+    wait_for(lambda: files.are_unchanged(time.monotonic()), "it is not read")
+    answers.clear()
+    wait_for(lambda: not files.are_unchanged(time.monotonic()), "it is used")
+    began = time.monotonic()
+    reader.ask()
+    reader.unwatch(reader.watch(folder, "", files.look))
+    assert time.monotonic() < began + 1
+    answers.set()
+    wait_for(lambda: files.are_unchanged(time.monotonic()), "it is not used again")
+    answers.clear()
+    reader.close()
+    assert time.monotonic() < began + 60 and reader._thread.daemon
+    answers.set()
+    wait_for(lambda: not reader._thread.is_alive(), "the thread goes on")
+
+
+def test_an_error_ends_no_thread(folder, woken, monkeypatch):
+    monkeypatch.setattr(adapter_files, "LOOK_S", 0.01)
+    errors = [ZeroDivisionError()]
+
+    def look(path):
+        if errors:
+            raise errors.pop()
+        return look_at(path)
+
+    reader = AdapterReader(woken.set, look)
+    files = reader.watch(folder, "", look_at(folder))
+    wait_for(lambda: files.are_unchanged(time.monotonic()), "it is not read")
+    reader.close()
+    assert not errors

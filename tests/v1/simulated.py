@@ -29,7 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pd.handover.jobs import PrefillCapacity
-from vllm_pd.model.adapters import digest_adapter
+from vllm_pd.model.adapters import digest_adapter, look_at
 from vllm_pd.peer.cluster import QueueView
 from vllm_pd.peer.own_jobs import PrefillLoads
 from vllm_pd.protocol import actions, messages
@@ -76,16 +76,17 @@ def digest(past: int, token: int) -> int:
 
 def seed_of(salt: str | None, adapter: bytes = b"") -> int:
     """What comes before the first token of a prompt with this salt and the adapter with this digest. A model computes
-    the same with any salt; here other KV is other content, so that whoever shares a block across two salts is seen."""
+    the same with any salt; here other KV is other content, so that a block which two scopes share is seen."""
     return zlib.crc32((salt or "").encode() + adapter) if salt or adapter else 0
 
 
 def request_seed(request: Request) -> int:
-    """That of a request, by the files that its adapter has now."""
+    """That of a request, by the files that its adapter has now: the workers may load it again at any step."""
     adapter = request.lora_request
     if adapter is None or not Path(adapter.lora_path).is_dir():
         return seed_of(request.cache_salt, b"" if adapter is None else adapter.lora_path.encode())
-    return seed_of(request.cache_salt, digest_adapter(Path(adapter.lora_path), LORA_SETTINGS))
+    folder = Path(adapter.lora_path)
+    return seed_of(request.cache_salt, digest_adapter(folder, look_at(folder), LORA_SETTINGS))
 
 
 class ScopedTokens(list):
@@ -373,7 +374,7 @@ class Engine:
     def __init__(self, folder: Path, in_flight: int = 1, *, blocks: int = 64, max_num_seqs: int = 8,
                  batch_tokens: int = 128, role: str = "kv_both", vllm_role: str = "kv_both", caching: bool = True,
                  policy: str = "fcfs", threshold: int | str = BLOCK_SIZE, block_size: int = BLOCK_SIZE,
-                 max_loras: int = 0,
+                 max_loras: int = 0, max_cpu_loras: int | None = None,
                  access: Callable[["Engine"], Any] | None = None, config: VllmConfig | None = None,
                  protocol: Any = None, transfer: Any = None, settings: PDConfig | None = None, **extra) -> None:
         self.in_flight = in_flight
@@ -390,7 +391,7 @@ class Engine:
                                                 kv_connector_extra_config=self.EXTRA,
                                                 kv_load_failure_policy="recompute"))
         if max_loras:
-            self.config.lora_config = LoRAConfig(max_loras=max_loras)
+            self.config.lora_config = LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.scheduler_config.async_scheduling = in_flight > STAGES  # the CPU platform switches it off
         self.config.parallel_config.pipeline_parallel_size = STAGES  # its own check wants as many devices
@@ -515,8 +516,7 @@ class Engine:
 
     # Peers of a prefill engine.
 
-    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0,
-            scope: PromptScope = NO_SCOPE) -> Attempt:
+    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0, scope: PromptScope = NO_SCOPE) -> Attempt:
         """A decode engine's job, granted."""
         attempt = Attempt(PEER, "r", number)
         blocks = -(-len(prompt) // self.block_size)
@@ -718,7 +718,8 @@ class Engine:
         assert not any(self.binding.holds.debug_state().values())
         assert not self.binding.remote_prefills.parked_ids() and not self.binding.remote_prefills._matched
         jobs = self.binding.prefill_jobs
-        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open or jobs._to_keep)
+        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open or jobs._to_keep
+                                    or jobs._checks or jobs._unfit_since)
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert sum(block.ref_cnt for block in self.pool.blocks if not block.is_null) == 0
         assert not scheduler.has_requests()

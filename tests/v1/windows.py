@@ -71,8 +71,7 @@ class WindowEngine(Engine):
         for at in range(number * self.block_size, min(tokens, len(found), (number + 1) * self.block_size)):
             self.slots[block, at % self.block_size] = group, found[at]
 
-    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0,
-            scope: PromptScope = NO_SCOPE) -> Attempt:
+    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0, scope: PromptScope = NO_SCOPE) -> Attempt:
         attempt = Attempt(PEER, "r", number)
         self._cached_of[str(attempt)] = cached_blocks
         count = len(self.rows(len(prompt), cached_blocks))

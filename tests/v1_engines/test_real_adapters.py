@@ -2,11 +2,12 @@
 """Real V1 engines, real transfers, prompts with LoRA adapters: tokens as one stock engine has them (B1, B115). Over
 simulated memory: tests/v1/test_adapters.py.
 
-One prompt at a time: vLLM's CPU build computes prompts of the base model wrongly in a batch with adapters, also
-without disaggregation (docs/upstreaming.md).
+No batch has prompts of the base model beside others: vLLM's CPU build computes them wrongly then, also without
+disaggregation (docs/upstreaming.md).
 """
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,25 +28,36 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras"
 
 @pytest.fixture(scope="module")
 def loras(tmp_path_factory):
-    """Of three adapters: (name, number, path). P has the first two, under other names."""
+    """Of four adapters: (name, number, path)."""
     folder, model = tmp_path_factory.mktemp("loras"), Path(os.environ["VLLM_PD_TINY_MODEL"])
     return [(name, number, str(write_lora(folder / name, model, 40 + number)))
-            for number, name in enumerate(("one", "two", "three"), 1)]
+            for number, name in enumerate(("one", "two", "three", "four"), 1)]
+
+
+def of_p(lora: tuple) -> tuple:
+    """The copy that P has under another name and number. It has no copy of the fourth."""
+    name, number, path = lora
+    return f"{name} of p", 7 + number, f"{path} of p"
 
 
 @pytest.fixture(scope="module")
 def engines(logs, loras):
-    """A stock engine, P and D."""
+    """A stock engine, P and D. P has one adapter in a batch."""
     broker = BrokerProcess()
     made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, max_num_batched_tokens=STEP,
-                       max_model_len=1024, **LORA)
-            for role, name in ((None, "stock"), ("kv_producer", "p"), ("kv_consumer", "d"))]
+                       max_model_len=1024, **{**LORA, "max_loras": most})
+            for role, name, most in ((None, "stock", 2), ("kv_producer", "p", 1), ("kv_consumer", "d", 2))]
     for one in made:
         one.ready()
     stock, p, d = made
-    for name, number, path in loras[:2]:
-        p.load((f"{name} of p", 7 + number, path))
+    for lora in loras:
+        d.load(lora)
+    for lora in loras[:3]:
+        shutil.copytree(lora[2], of_p(lora)[2])
+        p.load(of_p(lora))
     wait_for(lambda: d.generate(prompts(0, (300, ))) and done(d), "nothing goes remote")
+    for lora in loras[:3]:
+        wait_for(lambda lora=lora: goes_remote(d, lora), "its digest is not in the registry")
     yield stock, p, d
     for one in made:
         one.stop()
@@ -69,8 +81,6 @@ def goes_remote(d: RealEngine, lora: tuple) -> bool:
 def test_b115_tokens_are_those_of_one_stock_engine(engines, loras, every):
     """The same prompts with no adapter and two, then with the beginning of these, with aborts between."""
     stock, _, d = engines
-    for lora in loras[:2]:
-        wait_for(lambda lora=lora: goes_remote(d, lora), "its digest is not in the registry")
     draw = random.Random(115)
     many = [(one, lora) for one in prompts(117, LENGTHS)[::every] for lora in (None, *loras[:2])]
     many += [(one[:draw.randrange(BLOCK, min(700, len(one)))]
@@ -87,9 +97,36 @@ def test_b115_tokens_are_those_of_one_stock_engine(engines, loras, every):
     assert len(set(first)) > 0.9 * len(first), "adapters change the answers"
 
 
+def test_b115_a_batch_of_two_adapters(engines, loras):
+    """P computes one adapter after the other."""
+    stock, _, d = engines
+    many, each = prompts(119, (300, 200, 257, 400, 129, 500)), [loras[number % 2] for number in range(6)]
+    before = done(d)
+    for engine in (stock, d):
+        engine.ask(many, TOKENS, loras=each)
+    assert [tokens for tokens, _ in d.answer()] == [tokens for tokens, _ in stock.answer()]
+    assert done(d) >= before + 4
+
+
 def test_b115_one_that_p_does_not_have_stays_on_d(engines, loras):
     stock, _, d = engines
     before, stays = done(d), remote(d, "local:peer")
     one = prompts(118, (300, ))[0]
-    assert answer(d, one, loras[2]) == answer(stock, one, loras[2])
+    assert answer(d, one, loras[3]) == answer(stock, one, loras[3])
     assert (done(d), remote(d, "local:peer")) == (before, stays + 1)
+
+
+def test_b115_changed_files_are_not_mixed(engines, loras):
+    """P's files of the third adapter change, then D's. All have the former in memory, and answer with that."""
+    stock, _, d = engines
+    model = Path(os.environ["VLLM_PD_TINY_MODEL"])
+    assert goes_remote(d, loras[2])
+    answer(stock, prompts(120, (300, ))[0], loras[2])  # it reads them before they change
+    for path, reason in ((of_p(loras[2])[2], "local:peer"), (loras[2][2], "local:feature")):
+        write_lora(Path(path), model, 77)
+        wait_for(lambda: not goes_remote(d, loras[2]), "it goes on with changed files")
+        before, stays = done(d), remote(d, reason)
+        one = prompts(reason, (300, ))[0]
+        assert answer(d, one, loras[2]) == answer(stock, one, loras[2])
+        assert (done(d), remote(d, reason)) == (before, stays + 1)
+    assert goes_remote(d, loras[0]), "others go on"

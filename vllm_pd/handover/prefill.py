@@ -84,7 +84,7 @@ class PrefillHandover(ABC):
                                       capacity.token_bytes, speed)
         self._capacity = capacity
         self._block_size = capacity.rows.block_size
-        self._vocab_size = capacity.vocab_size
+        self._ranks = capacity.ranks
 
     @property
     def sending(self) -> bool:
@@ -414,7 +414,7 @@ class PrefillHandover(ABC):
         write = writes.begin()
         key = write_key(attempt, write)
         self._open[key] = OpenTransfer(job, write)
-        notices = [ArrivalNotice(attempt, rank).encode() if write.is_last else b"" for rank in range(self._capacity.ranks)]
+        notices = [ArrivalNotice(attempt, rank).encode() if write.is_last else b"" for rank in range(self._ranks)]
         return transfer.Write(key, job.prefill.peer, write.local_block_ids, write.remote_block_ids, notices,
                               self.after_step, grant=str(attempt))
 
@@ -503,10 +503,10 @@ class PrefillHandover(ABC):
         attempt, token_ids = prefill.attempt, prefill.token_ids
         if self._session.state.has_other_weights:  # it was on its way
             self._refuse(attempt, "its weights were replaced")
-        elif 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        elif 0 <= min(token_ids) <= max(token_ids) < self._capacity.vocab_size:
             self._jobs[attempt] = PeerJob.of(prefill, self._block_size, time.monotonic())
         else:
-            self._refuse(attempt, f"a token id is outside the vocabulary of {self._vocab_size}")
+            self._refuse(attempt, f"a token id is outside the vocabulary of {self._capacity.vocab_size}")
 
     def _begin(self, job: PeerJob) -> None:
         job.state = JobStage.COMPUTING

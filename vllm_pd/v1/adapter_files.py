@@ -52,10 +52,11 @@ class AdapterReader:
     when what is known of an adapter is another. Whoever calls `watch` bounds how many there are."""
 
     def __init__(self, wake: Callable[[], None], look: Callable[[Path], Look] = look_at,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 digest: Callable[..., bytes] = digest_adapter, clock: Callable[[], float] = time.monotonic) -> None:
         self.look = look
+        self.clock = clock
         self._wake = wake
-        self._clock = clock
+        self._digest = digest
         self._watched: list[AdapterFiles] = []
         self._asked = threading.Event()
         self._looked_at = float("-inf")
@@ -110,14 +111,14 @@ class AdapterReader:
     def _look_at_all(self) -> None:
         was_asked = self._asked.is_set()
         self._asked.clear()  # before the looks: who asks from now on gets others
-        self._looked_at = self._clock()
+        self._looked_at = self.clock()
         changes = [self._look_at(files) for files in tuple(self._watched)]
         if was_asked or any(changes):
             self._wake()
 
     def _look_at(self, files: AdapterFiles) -> bool:
         """Whether they were found changed for the first time."""
-        began_at = self._clock()
+        began_at = self.clock()
         try:
             look = self.look(files.folder)
         except OSError:
@@ -132,7 +133,7 @@ class AdapterReader:
     def _read(self, files: AdapterFiles) -> None:
         """The digest is that of the files as they were at the load: the looks before and after it are equal."""
         try:
-            digest = digest_adapter(files.folder, files.look, files.settings, self._go_on_looking)
+            digest = self._digest(files.folder, files.look, files.settings, self._go_on_looking)
         except OSError as error:
             logger.warning("a LoRA adapter in %s can't be read: %s", files.folder, error)
             return
@@ -143,5 +144,5 @@ class AdapterReader:
 
     def _go_on_looking(self) -> None:
         """Others are looked at while a large one is read."""
-        if self._asked.is_set() or self._clock() >= self._looked_at + LOOK_S:
+        if self._asked.is_set() or self.clock() >= self._looked_at + LOOK_S:
             self._look_at_all()

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from vllm_pd.v1.adapter_files import AdapterFiles, AdapterReader
 if TYPE_CHECKING:
     from vllm.config.lora import LoRAConfig
     from vllm.lora.request import LoRARequest
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.pd")
 
@@ -97,6 +97,11 @@ class AdapterBook:
         """Those whose jobs can be done here."""
         return tuple(dict.fromkeys(adapter_scope(one.files.digest) for one in self._offered()))
 
+    def fits(self, adapter: LoRARequest, others: Iterable[Request]) -> bool:
+        """Whether a batch of the `others` may have this adapter, too."""
+        used = {one.lora_request.lora_int_id for one in others if one.lora_request is not None}
+        return len(used | {adapter.lora_int_id}) <= self.max_loras
+
     def look(self) -> None:
         """Have the files of all adapters looked at now."""
         self._reader.ask()
@@ -118,7 +123,7 @@ class AdapterBook:
 
     def _is_usable(self, one: _Adapter | None) -> bool:
         return (one is not None and one.files is not None and not one.stays
-                and one.files.are_unchanged(time.monotonic()))
+                and one.files.are_unchanged(self._reader.clock()))
 
     def _find(self, request: LoRARequest) -> _Adapter | None:
         key = _key(request)

@@ -361,7 +361,7 @@ class EngineHandover(HandoverEngine):
             self.fence.release(attempt)
         if self._has_jobs() and self._scheduler.pause_state is PauseState.PAUSED_NEW:
             self._give_up_jobs(self.prefill_jobs.waiting, "this engine is paused")  # V1 has preempted them since
-        if self._has_jobs():
+        if self.prefill_jobs is not None:
             self._guard(self.prefill_jobs.check_adapters, self._progress)
         if (scopes := self.adapters.scopes()) != self._listed:
             self._listed = scopes
@@ -374,8 +374,8 @@ class EngineHandover(HandoverEngine):
         self._access.wake_at(min((one for one in (next_look, due) if one is not None), default=None))
 
     def _may_be_kept(self, request: Request) -> bool:
-        """Whether its prompt may be kept for another engine. Not with an adapter: the answer would have to wait until its
-        files were seen unchanged."""
+        """Whether its prompt may be kept for another engine. Not with an adapter: the answer would have to wait for a
+        look at its files."""
         return request.lora_request is None and can_go_remote(request, self.adapters)
 
     def _leave(self, attempt: Attempt) -> Request | None:

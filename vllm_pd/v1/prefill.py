@@ -254,11 +254,12 @@ class InternalRequests(PrefillHandover):
             self._adapters.look()
 
     def give_back_namesakes(self, adapter: LoRARequest, progress: Progress) -> None:
-        """A client's request has come with this adapter. Those jobs can't be in a batch with it whose adapter had its name
-        when they began."""
+        """A client's request has come with this adapter. Jobs with one of the same name and another number, which was
+        loaded before, can't be in a batch with it."""
         loras = {attempt: self._jobs[attempt].request.lora_request for attempt in self.computing}
-        self.give_back([attempt for attempt, one in loras.items() if one is not None and one.lora_name == adapter.lora_name
-                        and one.lora_int_id != adapter.lora_int_id], "its LoRA adapter was loaded anew", progress)
+        self.give_back([attempt for attempt, one in loras.items() if one is not None
+                        and one.lora_name == adapter.lora_name and one.lora_int_id != adapter.lora_int_id],
+                       "its LoRA adapter was loaded anew", progress)
 
     @property
     def checks_due(self) -> float | None:
@@ -318,9 +319,9 @@ class InternalRequests(PrefillHandover):
             raise
 
     def _fits(self, job: PeerJob) -> bool:
-        """Whether V1 may compute its adapter beside those of the batch, of which there are `max_loras` at most. A job that
-        is yet to begin leaves room for what waits in V1, too, so that jobs never starve clients. V1 knows adapters by
-        number in some places and by name in others, so no two of one name may be in a batch."""
+        """Whether V1 may compute its adapter beside those of the batch, of which there are `max_loras` at most. A job
+        that is yet to begin leaves room for what waits in V1, too, so that jobs never starve clients. V1 knows adapters
+        by number in some places and by name in others, so no two of one name may be in a batch."""
         if not job.prefill.scope.adapter:
             return True
         scheduler = self._scheduler
@@ -332,9 +333,9 @@ class InternalRequests(PrefillHandover):
             except ValueError:
                 return True  # it is refused when it begins
             others = (*scheduler.running, *scheduler.waiting)
-        used = {one.lora_int_id: one.lora_name
-                for one in (adapter, *(request.lora_request for request in others)) if one is not None}
-        return len(set(used.values())) == len(used) <= self._adapters.max_loras
+        return self._adapters.fits(adapter, others) and not any(
+            one.lora_request is not None and one.lora_request.lora_name == adapter.lora_name
+            and one.lora_request.lora_int_id != adapter.lora_int_id for one in others)
 
     def _abort_request(self, job: PeerJob) -> None:
         self._aborting = True
