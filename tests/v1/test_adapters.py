@@ -455,14 +455,27 @@ def test_b115_no_two_adapters_of_one_name_are_in_a_batch(p, loras):
     finish(p)
 
 
+def two_adapters(narrow, loras):
+    """Of clients, with no job anywhere."""
+    load(narrow, *loras[:2])
+    for name, lora, tokens in (("a", loras[1], 100), ("b", loras[0], 300), ("c", loras[0], 300), ("d", loras[1], 300)):
+        narrow.add(name, prompt(tokens), 30, lora_request=lora)
+        narrow.turn()
+    narrow.run()
+
+
+def test_b115_no_step_has_more_adapters_than_fit(narrow, loras):
+    two_adapters(narrow, loras)
+    finish(narrow)
+
+
 def test_b115_v1_counts_too_few_adapters_with_stages(narrow, loras, monkeypatch):
-    """Planted: V1's own count, without those whose token is in flight. A release with which this fails has mended it."""
+    """Planted: V1's own count, without those whose token is in flight. A release in which this fails has mended it."""
     if simulated.STAGES == 1:
         pytest.skip("each step has all that runs")
-    monkeypatch.setattr(InternalRequests, "_fits", lambda jobs, job: True)
     monkeypatch.delattr(HandoverScheduling, "_handle_blocked_waiting_request")
     with pytest.raises(AssertionError):
-        stream(narrow, loras)
+        two_adapters(narrow, loras)
 
 
 # Planted defects.

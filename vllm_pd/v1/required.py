@@ -28,7 +28,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/scheduler.py": (
         Required("Scheduler.finished_recving_kv_req_ids", "an id in it resumes a parked request, or ends it at once"),
         Required("Scheduler._handle_failed_recving", "begins a parked request anew", takes=("failed_req_ids", )),
-        Required("Scheduler._handle_blocked_waiting_request", "frees a failed one's blocks; counts adapters", takes=("request", )),
+        Required("Scheduler._handle_blocked_waiting_request", "frees a failed one's blocks; ours also counts adapters",
+                 takes=("request", )),
         Required("Scheduler.kv_cache_config", "how layers are grouped"),
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
