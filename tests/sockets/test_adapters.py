@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.waiting import wait_for
 from vllm_pd.model.adapters import CHUNK_BYTES, digest_adapter, look_at
 from vllm_pd.v1 import adapter_files
 from vllm_pd.v1.adapter_files import AdapterReader
+from vllm_pd.v1.adapters import AdapterBook
 
 WEIGHTS = "adapter_model.bin"
 
@@ -161,3 +163,13 @@ def test_an_error_ends_no_thread(folder, woken, monkeypatch):
     wait_for(lambda: files.are_unchanged(time.monotonic()), "it is not read")
     reader.close()
     assert not errors
+
+
+@pytest.mark.parametrize("path", ["org/name-of-a-hub", "~nobody-is-called-so/a", "a\0b"])
+def test_what_is_no_folder_is_left_to_vllm(reader, path):
+    book = AdapterBook(SimpleNamespace(max_loras=1, max_cpu_loras=1, lora_dtype="auto", target_modules=None), reader,
+                       is_offering=True)
+    asked = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=path)
+    with pytest.raises(ZeroDivisionError):
+        book.load(asked, lambda request: 1 // 0)
+    assert not book.is_usable(asked)

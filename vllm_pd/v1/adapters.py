@@ -64,7 +64,7 @@ class AdapterBook:
         """Have V1 `load` this adapter, and note what was loaded. Looks at the files, as the load does."""
         try:
             look = self._reader.look(Path(request.lora_path).expanduser())
-        except OSError:
+        except (OSError, RuntimeError, ValueError):  # the latter for what is no path, or nobody's home
             look = None  # `load` says what is wrong, or knows the path as a name of a hub
         is_loaded = load(request)
         if is_loaded:
