@@ -117,16 +117,16 @@ def test_b115_one_that_p_does_not_have_stays_on_d(engines, loras):
 
 
 def test_b115_changed_files_are_not_mixed(engines, loras):
-    """P's files of the third adapter change, then D's. All have the former in memory, and answer with that."""
+    """Those of P's third adapter change, and those of D's second one. All engines answer with what they have loaded."""
     stock, _, d = engines
     model = Path(os.environ["VLLM_PD_TINY_MODEL"])
-    assert goes_remote(d, loras[2])
-    answer(stock, prompts(120, (300, ))[0], loras[2])  # it reads them before they change
-    for path, reason in ((of_p(loras[2])[2], "local:peer"), (loras[2][2], "local:feature")):
+    for lora, path, reason in ((loras[2], of_p(loras[2])[2], "local:peer"), (loras[1], loras[1][2], "local:feature")):
+        assert goes_remote(d, lora)
+        answer(stock, prompts(120, (300, ))[0], lora)  # it reads them before they change
         write_lora(Path(path), model, 77)
-        wait_for(lambda: not goes_remote(d, loras[2]), "it goes on with changed files")
+        wait_for(lambda lora=lora: not goes_remote(d, lora), "it goes on with changed files")
         before, stays = done(d), remote(d, reason)
         one = prompts(reason, (300, ))[0]
-        assert answer(d, one, loras[2]) == answer(stock, one, loras[2])
+        assert answer(d, one, lora) == answer(stock, one, lora)
         assert (done(d), remote(d, reason)) == (before, stays + 1)
     assert goes_remote(d, loras[0]), "others go on"

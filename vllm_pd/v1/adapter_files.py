@@ -124,11 +124,16 @@ class AdapterReader:
         except OSError:
             files.unchanged_at = float("-inf")
             return False
-        if files.have_changed or look != files.look:
-            was_known, files.have_changed = files.have_changed, True
-            return not was_known
-        files.unchanged_at = began_at
-        return False
+        if files.have_changed:
+            return False
+        if look == files.look:
+            files.unchanged_at = began_at
+            return False
+        files.have_changed = True
+        logger.warning("the files of the LoRA adapter in %s have changed: its prompts stay with this engine, and it "
+                       "computes none for others; load changed files by another name or from another path",
+                       files.folder)
+        return True
 
     def _read(self, files: AdapterFiles) -> None:
         """The digest is that of the files as they were at the load: the looks before and after it are equal."""
