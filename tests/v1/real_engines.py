@@ -154,8 +154,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
 
 class RealEngine:
     """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps. `params`: SamplingParams'
-    fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts` and
-    `loras`: of each prompt; empty and None: none. `arguments`: of `LLM`, over ours."""
+    fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts` and `loras`: of each prompt; empty
+    and None: none. `arguments`: of `LLM`, over ours."""
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:
