@@ -226,6 +226,16 @@ def test_b43_one_that_drains_takes_no_jobs_and_leaves_when_nothing_is_open(proto
     assert not any(isinstance(message, m.Register) for message in transmitted(protocol))
 
 
+def test_b115_what_an_engine_can_do_jobs_of_is_listed_at_once(protocol, clock):
+    """Of an adapter that it has loaded, and does not offer any more later."""
+    for scopes in (("salt", "lora:7"), ("salt", )):
+        clock.now += 0.1
+        protocol.prefill.set_scopes(scopes)
+        protocol.control.handle_timeout()
+        assert [one.member.scopes for one in transmitted(protocol) if isinstance(one, m.Register)] == [scopes]
+        assert protocol.state.member().scopes == scopes
+
+
 def test_a_heartbeat_that_did_not_leave_is_tried_again_soon(protocol, clock):
     clock.now = 0.5 * CONFIG.heartbeat_s
     protocol.control.handle_timeout()

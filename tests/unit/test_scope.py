@@ -12,7 +12,15 @@ from vllm_pd.protocol.actions import Prefill, ToBroker, ToDecode, ToPrefill
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.jobs import JobState, PrefillLimits
 from vllm_pd.protocol.prefill import PrefillProtocol
-from vllm_pd.protocol.scope import MAX_SALT_BYTES, NO_SCOPE, SALT, PromptScope, fits_salt
+from vllm_pd.protocol.scope import (
+    DIGEST_BYTES,
+    MAX_SALT_BYTES,
+    NO_SCOPE,
+    SALT,
+    PromptScope,
+    adapter_scope,
+    fits_salt,
+)
 
 SALTED = PromptScope("s")
 READS = (SALT, )
@@ -58,11 +66,19 @@ def test_a_longer_salt_of_a_stranger_is_not_decoded():
 
 def test_of_an_older_release_a_job_has_no_scope_and_an_engine_reads_none():
     *older, scope = msgspec.msgpack.decode(msgspec.msgpack.encode(job()))
-    assert scope == ["s"]
+    assert scope == ["s", b""]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).scope == NO_SCOPE
     *older, scopes = msgspec.msgpack.decode(msgspec.msgpack.encode(reading("p")))
     assert scopes == [SALT]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Member).scopes == ()
+
+
+def test_an_adapter_is_part_of_each_name_and_is_listed_by_whoever_has_it():
+    one, other = (PromptScope("s", bytes([number]) * DIGEST_BYTES) for number in (1, 2))
+    assert len({token_digest(TOKENS, scope) for scope in (NO_SCOPE, SALTED, one, other)}) == 4
+    assert one.is_read_by((SALT, adapter_scope(one.adapter)))
+    assert not one.is_read_by((SALT, adapter_scope(other.adapter)))
+    assert not one.is_read_by((adapter_scope(one.adapter), )), "its salt is to be read, too"
 
 
 # D.
@@ -106,6 +122,9 @@ def test_p_names_the_scope_in_its_claim_and_passes_it_on():
 def test_p_takes_no_job_of_a_scope_that_it_does_not_read():
     p = PrefillProtocol(reading("p", ()), b"", PrefillLimits())
     assert p.offer(0.0, job()) == [] and p.states() == {} and p.dropped["offer_scope"] == 1
+    p.scopes = READS
+    p.offer(0.0, job())
+    assert p.states(), "it reads it now"
 
 
 # The broker and the list of engines.

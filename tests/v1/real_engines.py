@@ -93,6 +93,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     quick.end_with_parent()
     quick.fork_engines()
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     computed = count_tokens()
     if drafts is not None:
         note_drafts(drafts)
@@ -115,12 +116,13 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     while True:
         order, *values = connection.recv()
         if order == "generate":
-            prompts, params, salts = values
+            prompts, params, salts, loras = values
             greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
             each = [SamplingParams(**{**greedy, **one}) for one in params]
             salted = [{"cache_salt": salt} if salt else {} for salt in salts]
             asked = [{"prompt_token_ids": one, **more} for one, more in zip(prompts, salted, strict=True)]
-            outputs = llm.generate(asked, each, use_tqdm=False)
+            adapters = [LoRARequest(*one) if one else None for one in loras]
+            outputs = llm.generate(asked, each, use_tqdm=False, lora_request=adapters if any(loras) else None)
             connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
         elif order == "abort":
             prompts, after_s = values
@@ -130,6 +132,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
             time.sleep(after_s)
             llm.llm_engine.abort_request(ids)
             connection.send(None)
+        elif order == "load":
+            connection.send(llm.llm_engine.add_lora(LoRARequest(*values[0])))
         elif order == "rpc":
             llm.collective_rpc(*values)
             connection.send(None)
@@ -149,8 +153,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
 
 class RealEngine:
     """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps. `params`: SamplingParams'
-    fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts`: of each prompt, empty: none.
-    `arguments`: of `LLM`, over ours."""
+    fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts` and `loras`: of each prompt; empty
+    and None: none. `arguments`: of `LLM`, over ours."""
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:
@@ -165,10 +169,10 @@ class RealEngine:
         return self
 
     def ask(self, prompts: list[list[int]], tokens: int = 8, params: list[dict[str, Any]] | None = None,
-            salts: Sequence[str] | None = None) -> None:
+            salts: Sequence[str] | None = None, loras: Sequence[tuple | None] | None = None) -> None:
         each = params or [{}] * len(prompts)
         self._connection.send(("generate", prompts, [{"max_tokens": tokens, **one} for one in each],
-                               salts or [""] * len(prompts)))
+                               salts or [""] * len(prompts), loras or [None] * len(prompts)))
 
     def answer(self) -> list[tuple[list[int], int]]:
         return self._receive(ANSWER_S)
@@ -187,6 +191,11 @@ class RealEngine:
         """Add requests with these prompts and abort them so many seconds later."""
         self._connection.send(("abort", prompts, after_s))
         self._receive(ANSWER_S)
+
+    def load(self, lora: tuple) -> None:
+        """As the front end of a server loads this adapter: (name, number, path)."""
+        self._connection.send(("load", lora))
+        assert self._receive(ANSWER_S)
 
     def rpc(self, method: str) -> None:
         """Have the workers do this."""

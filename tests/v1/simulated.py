@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -29,6 +29,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_pd.handover.jobs import PrefillCapacity
+from vllm_pd.model.adapters import digest_adapter, look_at
 from vllm_pd.peer.cluster import QueueView
 from vllm_pd.peer.own_jobs import PrefillLoads
 from vllm_pd.protocol import actions, messages
@@ -44,6 +45,7 @@ from vllm_pd.v1.groups import block_rows
 from vllm_pd.v1.metrics import MetricsRecorder
 
 BLOCK_SIZE = 16
+LORA_SETTINGS = "auto [] False"
 VOCAB = 4099
 STAGES = 1  # of the pipeline: with more, V1 has several steps in flight without async scheduling
 OWN = "own-incarnation"
@@ -72,10 +74,19 @@ def digest(past: int, token: int) -> int:
     return hash((past, token))  # of numbers: the same in each process
 
 
-def seed_of(salt: str | None) -> int:
-    """What comes before the first token of a prompt with this salt. A model computes the same with any salt; here other
-    KV is other content, so that a block which two salts share is seen."""
-    return zlib.crc32(salt.encode()) if salt else 0
+def seed_of(salt: str | None, adapter: bytes = b"") -> int:
+    """What comes before the first token of a prompt with this salt and the adapter with this digest. A model computes
+    the same with any salt; here other KV is other content, so that a block which two scopes share is seen."""
+    return zlib.crc32((salt or "").encode() + adapter) if salt or adapter else 0
+
+
+def request_seed(request: Request) -> int:
+    """That of a request, by the files that its adapter has now: the workers may load it again at any step."""
+    adapter = request.lora_request
+    if adapter is None or not Path(adapter.lora_path).is_dir():
+        return seed_of(request.cache_salt, b"" if adapter is None else adapter.lora_path.encode())
+    folder = Path(adapter.lora_path)
+    return seed_of(request.cache_salt, digest_adapter(folder, look_at(folder), LORA_SETTINGS))
 
 
 class ScopedTokens(list):
@@ -128,6 +139,7 @@ class FakeProtocol:
         self.events: collections.deque = collections.deque()
         self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
         self.scopes: dict[Attempt, PromptScope] = {}
+        self.listed_scopes: tuple[str, ...] = ()
         self.unable_peers: tuple[str, ...] = ()  # to do a job with a scope
         self.aborted: list[Attempt] = []
         self.notices: list[tuple[Attempt, int]] = []
@@ -169,8 +181,11 @@ class FakeProtocol:
     def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0,
                scope=NO_SCOPE):
         assert attempt not in self.jobs
-        self.jobs[attempt] = ScopedTokens(token_ids, seed_of(scope.salt)), block_ids, cached_blocks
+        self.jobs[attempt] = ScopedTokens(token_ids, seed_of(scope.salt, scope.adapter)), block_ids, cached_blocks
         self.scopes[attempt] = scope
+
+    def set_scopes(self, scopes):
+        self.listed_scopes = scopes
 
     def unable(self, scope):
         return self.unable_peers
@@ -359,6 +374,7 @@ class Engine:
     def __init__(self, folder: Path, in_flight: int = 1, *, blocks: int = 64, max_num_seqs: int = 8,
                  batch_tokens: int = 128, role: str = "kv_both", vllm_role: str = "kv_both", caching: bool = True,
                  policy: str = "fcfs", threshold: int | str = BLOCK_SIZE, block_size: int = BLOCK_SIZE,
+                 max_loras: int = 0, max_cpu_loras: int | None = None,
                  access: Callable[["Engine"], Any] | None = None, config: VllmConfig | None = None,
                  protocol: Any = None, transfer: Any = None, settings: PDConfig | None = None, **extra) -> None:
         self.in_flight = in_flight
@@ -374,6 +390,8 @@ class Engine:
                                                 kv_connector_module_path=self.MODULE, kv_role=vllm_role,
                                                 kv_connector_extra_config=self.EXTRA,
                                                 kv_load_failure_policy="recompute"))
+        if max_loras:
+            self.config.lora_config = LoRAConfig(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.scheduler_config.async_scheduling = in_flight > STAGES  # the CPU platform switches it off
         self.config.parallel_config.pipeline_parallel_size = STAGES  # its own check wants as many devices
@@ -438,7 +456,7 @@ class Engine:
         params = fields.pop("params", None) or SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         request = Request(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params,
                           pooling_params=None, block_hasher=self.hasher, **fields)
-        self.prompts[request_id] = ScopedTokens(prompt, seed_of(request.cache_salt))
+        self.prompts[request_id] = ScopedTokens(prompt, request_seed(request))
         self.wanted[request_id] = tokens
         self.scheduler.add_request(request)
         return request
@@ -480,7 +498,8 @@ class Engine:
             if isinstance(event, Released | Prefilled):
                 self.released.add(event.attempt)
             if isinstance(event, actions.Prefill):
-                self._jobs[str(event.attempt)] = ScopedTokens(event.token_ids, seed_of(event.scope.salt))
+                seed = seed_of(event.scope.salt, event.scope.adapter)
+                self._jobs[str(event.attempt)] = ScopedTokens(event.token_ids, seed)
             self.protocol.events.append(event)
         self.access.wake()
 
@@ -580,7 +599,7 @@ class Engine:
             request = self.scheduler.requests[request_id]
             start = request.num_computed_tokens - count
             known = self._known.setdefault(request_id, ScopedTokens(request.prompt_token_ids,
-                                                                    seed_of(request.cache_salt)))
+                                                                    request_seed(request)))
             work.append((request_id, start, count, list(self.block_ids(request_id)), known, request.is_prefill_chunk))
         return work
 
@@ -699,7 +718,8 @@ class Engine:
         assert not any(self.binding.holds.debug_state().values())
         assert not self.binding.remote_prefills.parked_ids() and not self.binding.remote_prefills._matched
         jobs = self.binding.prefill_jobs
-        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open or jobs._to_keep)
+        assert jobs is None or not (jobs._jobs or jobs._attempts or jobs._parked or jobs._open or jobs._to_keep
+                                    or jobs._checks or jobs._unfit_since)
         assert self.pool.get_num_free_blocks() == self.free_at_start
         assert sum(block.ref_cnt for block in self.pool.blocks if not block.is_null) == 0
         assert not scheduler.has_requests()

@@ -285,7 +285,7 @@ def test_b102_p_names_itself_only_with_the_prompt_kept(model_folder, in_flight, 
                     **settings)
     engine.protocol.holds = spoil != "state"
     if spoil == "feature":
-        monkeypatch.setattr("vllm_pd.v1.binding.can_go_remote", lambda request: False)
+        monkeypatch.setattr("vllm_pd.v1.binding.can_go_remote", lambda *asked: False)
     if spoil == "preempted":  # V1 may have taken the blocks of a request that ends while it is preempted
         kept = engine.binding.holds.keep
         engine.binding.holds.keep = lambda *asked: kept(*asked[:4], asked[4][:-1], asked[5])

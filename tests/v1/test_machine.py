@@ -118,11 +118,11 @@ def salts_ignored_by_jobs(monkeypatch):
 
 
 def salts_ignored_on_d(monkeypatch):
-    monkeypatch.setattr("vllm_pd.v1.decode.scope_of", lambda request: NO_SCOPE)
+    monkeypatch.setattr("vllm_pd.v1.decode.scope_of", lambda *asked: NO_SCOPE)
 
 
 def salts_ignored_by_holders(monkeypatch):
-    monkeypatch.setattr("vllm_pd.v1.binding.scope_of", lambda request: NO_SCOPE)
+    monkeypatch.setattr("vllm_pd.v1.binding.scope_of", lambda *asked: NO_SCOPE)
 
 
 def salts_ignored_by_readers(monkeypatch):

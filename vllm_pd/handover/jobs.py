@@ -19,6 +19,7 @@ class JobStage(Enum):
     QUEUED = "queued"
     COMPUTING = "computing"
     READING = "reading"
+    CHECKING = "checking"  # it is computed; whether by the files that its scope names is yet to be seen
     COMPUTED = "computed"
     SENDING = "sending"
 

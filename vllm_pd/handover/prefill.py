@@ -84,7 +84,6 @@ class PrefillHandover(ABC):
                                       capacity.token_bytes, speed)
         self._capacity = capacity
         self._block_size = capacity.rows.block_size
-        self._vocab_size = capacity.vocab_size
         self._ranks = capacity.ranks
 
     @property
@@ -157,7 +156,7 @@ class PrefillHandover(ABC):
     def begin(self) -> None:
         """Add the requests of those queued jobs that the next step would compute, in their turn. Clients' prompts don't
         count: where one of them finds no room, the jobs behind it are given back."""
-        while queued := [job for job in self._jobs.values() if job.state is JobStage.QUEUED]:
+        while queued := [job for job in self._jobs.values() if job.state is JobStage.QUEUED and self._fits(job)]:
             job = min(queued, key=self.turn)
             begun = [self._begun_job(one) for one in self._jobs.values() if one.state is JobStage.COMPUTING]
             if not job_order.may_begin(self.turn(job), begun, self.step_tokens):
@@ -260,7 +259,7 @@ class PrefillHandover(ABC):
         if job is None or job.read_tokens or job.writes.added:
             return False
         reading = sum(one.parked_blocks for one in self._jobs.values() if one.state is JobStage.READING)
-        if self._lasting_blocks + reading + self._prompt_blocks(job.prefill) > self._most_reading_blocks:
+        if self._lasting_blocks + reading + self._capacity.blocks_of(job.tokens) > self._most_reading_blocks:
             return False
         return self.prefix_cost.worth_reading(job.prefill.cached_blocks * self._block_size - cached_tokens)
 
@@ -449,9 +448,6 @@ class PrefillHandover(ABC):
             del self._jobs[attempt]
             progress.finished_transfers.append(attempt)
 
-    def _prompt_blocks(self, prefill: Prefill) -> int:
-        return self._capacity.blocks_of(len(prefill.token_ids))
-
     def _has_open(self, job: PeerJob) -> bool:
         """Whether a transfer of this job is under way, or its end is not processed yet."""
         return any(one.job is job for one in list(self._open.values()))
@@ -507,10 +503,10 @@ class PrefillHandover(ABC):
         attempt, token_ids = prefill.attempt, prefill.token_ids
         if self._session.state.has_other_weights:  # it was on its way
             self._refuse(attempt, "its weights were replaced")
-        elif 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+        elif 0 <= min(token_ids) <= max(token_ids) < self._capacity.vocab_size:
             self._jobs[attempt] = PeerJob.of(prefill, self._block_size, time.monotonic())
         else:
-            self._refuse(attempt, f"a token id is outside the vocabulary of {self._vocab_size}")
+            self._refuse(attempt, f"a token id is outside the vocabulary of {self._capacity.vocab_size}")
 
     def _begin(self, job: PeerJob) -> None:
         job.state = JobStage.COMPUTING
@@ -528,7 +524,7 @@ class PrefillHandover(ABC):
         """Raises ValueError for a job that would wait until a peer dies: another prefill engine may have room. Its
         prefix hit of `cached_blocks` may be in blocks that a decode engine has claimed."""
         stopping = sum(one.held_blocks for one in self._jobs.values() if one.cancelled)
-        lasting, needed = self._lasting_blocks + stopping, self._prompt_blocks(job.prefill)
+        lasting, needed = self._lasting_blocks + stopping, self._capacity.blocks_of(job.tokens)
         kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
         new = needed - min(cached_blocks, self._session.lasting_hold_blocks())
         if lasting and new > self._total_blocks - lasting - kept_free:
@@ -568,6 +564,10 @@ class PrefillHandover(ABC):
         return None if job is None else job.state
 
     # What a binding knows of its engine.
+
+    def _fits(self, job: PeerJob) -> bool:
+        """Whether it may begin beside what is computed now."""
+        return True
 
     @abstractmethod
     def _add_request(self, job: PeerJob) -> Any:

@@ -49,6 +49,12 @@ class PrefillSession(Session):
         return "" if job.attempt in self._prefill.states() else "it has too many jobs, or the two don't fit or meet"
 
     @locked
+    def set_scopes(self, scopes: tuple[str, ...]) -> None:
+        """What this engine can do jobs of, beside those without a scope."""
+        self._prefill.scopes = self.state.scopes = scopes
+        self._core.state_changed()
+
+    @locked
     def may_write(self, attempt: m.Attempt) -> bool:
         """Whether the lease stands. To be asked right before the last write of an attempt is posted; D then gets a
         message that the notice comes. Before another write: `lease_stands`."""

@@ -24,6 +24,7 @@ class EngineState:
         self.has_other_weights = False  # than those of its fingerprint
         self.listed_as_draining = False
         self.http = member.http
+        self.scopes = member.scopes
         self.unreached: tuple[str, ...] = ()
         self.is_cut_off = False  # from more decode engines than its entry can name
         self._load: m.Load | None = None
@@ -50,7 +51,7 @@ class EngineState:
     def member(self) -> m.Member:
         """This engine at this moment."""
         return msgspec.structs.replace(self._born, role=self.role, draining=self.draining, http=self.http,
-                                       load=self._load or m.Load(), unreached=self.unreached)
+                                       load=self._load or m.Load(), unreached=self.unreached, scopes=self.scopes)
 
     def set_load(self, load: m.Load) -> bool:
         """How busy the engine is. Returns whether this is the first load since the drain began."""

@@ -15,7 +15,7 @@ The lease counts from before the claim was sent, on this engine's clock, so it e
 is deleted only when nothing of the job can land any more; so a cancel of a claim without a record is answered at once.
 """
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -48,6 +48,7 @@ class PrefillProtocol:
         """`claim_secret`: who names a claim may end it, so claim numbers follow from this, and nobody without it can
         guess one. Without it they are 1, 2, 3."""
         self.member = member
+        self.scopes: Collection[str] = member.scopes  # those of its jobs, at present
         self.limits = limits
         self.counters: m.Counters = collections.Counter()
         self.dropped: m.Counters = collections.Counter()
@@ -148,7 +149,7 @@ class PrefillProtocol:
             return self._drop("offer_own")
         if attempt in self._jobs:
             return self._drop("offer_duplicate")
-        if not job.scope.is_read_by(self.member.scopes):
+        if not job.scope.is_read_by(self.scopes):
             return self._drop("offer_scope")
         if len(self._jobs) - len(self.unproven_jobs()) >= self.limits.max_jobs:
             return self._drop("offer_too_many")

@@ -16,17 +16,27 @@ from vllm_pd.protocol.fields import stable_values
 
 MAX_SALT_BYTES = 512  # in UTF-8
 MAX_SCOPES = 256  # in the entry of one engine
+MAX_ADAPTERS = 128  # of them
+DIGEST_BYTES = 32
+NOBODYS = bytes(DIGEST_BYTES)  # the digest of an adapter that no other engine can have
 SALT = "salt"
 
 
+def adapter_scope(digest: bytes) -> str:
+    """What an engine lists in `Member.scopes` that has the LoRA adapter with this digest."""
+    return f"lora:{digest.hex()[:DIGEST_BYTES]}"
+
+
 class PromptScope(msgspec.Struct, frozen=True, array_like=True):
-    """`salt`: that of the request (vLLM's `cache_salt`); only prompts with the same one share KV. Empty: none."""
+    """`salt`: that of the request (vLLM's `cache_salt`); only prompts with the same one share KV. Empty: none.
+    `adapter`: the digest of the files of its LoRA adapter (`vllm_pd.model.adapters`). Empty: the base model."""
     salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_BYTES)] = ""
+    adapter: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
 
     @property
     def needs(self) -> frozenset[str]:
         """What a prefill engine must be able to read: among `Member.scopes`."""
-        return frozenset((SALT, ) if self.salt else ())
+        return frozenset([*([SALT] if self.salt else ()), *([adapter_scope(self.adapter)] if self.adapter else ())])
 
     def is_read_by(self, scopes: Collection[str]) -> bool:
         """Whether an engine with these `Member.scopes` can do a job of this scope."""

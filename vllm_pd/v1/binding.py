@@ -23,9 +23,12 @@ from vllm_pd.handover.holds import HeldPrompts
 from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.agent import ControlAgent
-from vllm_pd.protocol.messages import Attempt, Load
+from vllm_pd.protocol.messages import Attempt, Load, Role
+from vllm_pd.protocol.scope import SALT
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.engine import EngineTransfer
+from vllm_pd.v1.adapter_files import AdapterReader
+from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote, scope_of
@@ -71,12 +74,15 @@ class V1Handover(Handover):
         self._scheduler = scheduler
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
+        reader = AdapterReader(access.wake)
+        self.adapters = AdapterBook(scheduler.lora_config, reader, config.role is Role.PREFILL)
+        self._listed: tuple[str, ...] = ()  # of the adapters' scopes
         self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, capacity.rows,
-                                              metrics, self.speed)
+                                              metrics, self.speed, self.adapters)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol.prefill, scheduler, access, capacity, self.fence,
-                                                 metrics, self.speed)
+                                                 metrics, self.speed, self.adapters)
             self.prefill_jobs.execute = transfer.execute
             self.prefill_jobs.set_credits()
         self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
@@ -90,7 +96,7 @@ class V1Handover(Handover):
         transfer.start(access.wake, partial(guarded, metrics, report_end))
         self.end_reports: Callable[[], None] | None = None  # where the load is reported
         scheduler.binding = self
-        self._finalizer = finalize(self, _shut, agent, transfer, access)
+        self._finalizer = finalize(self, _shut, agent, transfer, access, reader)
 
     # Calls of the connector.
 
@@ -113,15 +119,17 @@ class V1Handover(Handover):
         self.remote_prefills.note_ended(request)
         if self._is_internal(request):
             self._guard(self.prefill_jobs.finished, request, tables, self._progress)
+            if request.lora_request is not None:
+                self._set_timer()
             self._transmit()
         else:
             self.remote_prefills.withdraw(request.request_id)
             self.remote_prefills.settle_hold(request)
             if self.prefill_jobs is not None:
                 self.prefill_jobs.drop_prompt(request.request_id)
-            if request.status in _COMPUTED and can_go_remote(request):
+            if request.status in _COMPUTED and self._may_be_kept(request):
                 params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
-                                     request.prompt_token_ids, scope_of(request), tables[0],
+                                     request.prompt_token_ids, scope_of(request, self.adapters), tables[0],
                                      self.remote_prefills.set_aside_blocks)
         self.changed()
         return params
@@ -155,8 +163,12 @@ class V1Handover(Handover):
         as requests of their own with the session's id, and V1 does not schedule these."""
         self.changed()
         self._has_new = True
+        if request.lora_request is not None and not self._is_internal(request):
+            self.adapters.note_use(request.lora_request)
+            if self._has_jobs():
+                self._guard(self.prefill_jobs.give_back_namesakes, request.lora_request, self._progress)
         if (self.prefill_jobs is not None and self._scheduler.requests.get(request.request_id) is request
-                and can_go_remote(request) and self.holds.has_turn(request.sampling_params.extra_args)):
+                and self._may_be_kept(request) and self.holds.has_turn(request.sampling_params.extra_args)):
             self._guard(self.prefill_jobs.add_prompt, request.request_id, request, request.num_tokens, request.priority)
 
     def changed(self) -> None:
@@ -210,7 +222,7 @@ class V1Handover(Handover):
         next_look = self._patience.next_look() if self.stalled else None
         if next_look is not None or (self.stalled and self.remote_prefills.falling_back):
             self._access.wake()  # give back at once what nothing here will make room for
-        self._access.wake_at(next_look)
+        self._set_timer(next_look)
 
     def before_update(self, output: SchedulerOutput) -> None:
         """The output of this step is about to be processed: the workers have done it, and all steps before it."""
@@ -349,7 +361,22 @@ class V1Handover(Handover):
             self.fence.release(attempt)
         if self._has_jobs() and self._scheduler.pause_state is PauseState.PAUSED_NEW:
             self._give_up_jobs(self.prefill_jobs.waiting, "this engine is paused")  # V1 has preempted them since
+        if self.prefill_jobs is not None:
+            self._guard(self.prefill_jobs.check_adapters, self._progress)
+        if (scopes := self.adapters.scopes()) != self._listed:
+            self._listed = scopes
+            self.protocol.prefill.set_scopes((SALT, *scopes))
         self._transmit()
+
+    def _set_timer(self, next_look: float | None = None) -> None:
+        """Have this engine woken at this time, or when a check of a job has waited long enough, if that is sooner."""
+        due = self.prefill_jobs.checks_due if self.prefill_jobs is not None else None
+        self._access.wake_at(min((one for one in (next_look, due) if one is not None), default=None))
+
+    def _may_be_kept(self, request: Request) -> bool:
+        """Whether its prompt may be kept for another engine. Not with an adapter: the answer would have to wait for a
+        look at its files."""
+        return request.lora_request is None and can_go_remote(request, self.adapters)
 
     def _leave(self, attempt: Attempt) -> Request | None:
         request = self.remote_prefills.leave(attempt)
@@ -388,6 +415,7 @@ class V1Handover(Handover):
                     self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
-def _shut(agent: ControlAgent, transfer: EngineTransfer, access: EngineAccess) -> None:
+def _shut(agent: ControlAgent, transfer: EngineTransfer, access: EngineAccess, reader: AdapterReader) -> None:
     access.close()
+    reader.close()
     close_engine(agent, transfer)

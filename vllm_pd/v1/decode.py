@@ -27,6 +27,7 @@ from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.features import can_go_remote, scope_of
 from vllm_pd.v1.groups import usable_hit
 from vllm_pd.v1.spans import PromptSpans
@@ -44,7 +45,8 @@ class ParkedRequests(DecodeHandover["Request"]):
     """All prompts of one V1 engine that are, or may be, prefilled elsewhere."""
 
     def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, fence: BlockFence,
-                 rows: BlockRows, metrics: PDMetrics, speed: StepSpeed) -> None:
+                 rows: BlockRows, metrics: PDMetrics, speed: StepSpeed, adapters: AdapterBook) -> None:
+        self._adapters = adapters
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
         for_drafts = scheduler._spec_decode_step_blocks  # V1 parks a request only where so many are free beside it
         blocks = cache.num_gpu_blocks - (for_drafts + 1 if for_drafts else 0)  # nor is its null block ever free
@@ -207,6 +209,9 @@ class ParkedRequests(DecodeHandover["Request"]):
                 return True  # a block's hash is that of all tokens up to it
         return False
 
+    def _hold(self, request: Request) -> Attempt | None:
+        return None if request.lora_request is not None else super()._hold(request)  # nobody keeps such a prompt
+
     def _num_remote(self, request: Request) -> int:
         """How many tokens of its prompt a peer is to compute, those of its prefix hit included."""
         return request.num_prompt_tokens - self._rows.own_tokens
@@ -221,7 +226,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         return bool(self._scheduler.running)
 
     def _can_go_remote(self, request: Request) -> bool:
-        return can_go_remote(request)
+        return can_go_remote(request, self._adapters)
 
     def _extra_args(self, request: Request) -> Any:
         return request.sampling_params and request.sampling_params.extra_args
@@ -233,7 +238,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         return request.prompt_token_ids[:self._num_remote(request)]
 
     def _scope(self, request: Request) -> PromptScope:
-        return scope_of(request)
+        return scope_of(request, self._adapters)
 
     def _priority(self, request: Request) -> int:
         return request.priority

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_pd.protocol.messages import MAX_ID_CHARS
-from vllm_pd.protocol.scope import NO_SCOPE, PromptScope, fits_salt
+from vllm_pd.protocol.scope import NO_SCOPE, NOBODYS, PromptScope, fits_salt
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
+
+    from vllm_pd.v1.adapters import AdapterBook
 
 
 def scores_prompt(params: SamplingParams) -> bool:
@@ -21,20 +23,26 @@ def scores_prompt(params: SamplingParams) -> bool:
     return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
 
 
-def scope_of(request: Request) -> PromptScope:
-    """What decides, beside its tokens, whose KV the prompt of a request may use that can go remote."""
-    return PromptScope(request.cache_salt) if request.cache_salt else NO_SCOPE
+def scope_of(request: Request, adapters: AdapterBook) -> PromptScope:
+    """What decides, beside its tokens, whose KV the prompt of a request may use: as the request says, also where it
+    can't go remote any more. An adapter that has no digest here is nobody else's."""
+    salt, adapter = request.cache_salt or "", b""
+    if request.lora_request is not None:
+        adapter = adapters.digest(request.lora_request) or NOBODYS
+    return PromptScope(salt, adapter) if salt or adapter else NO_SCOPE
 
 
-def can_go_remote(request: Request) -> bool:
+def can_go_remote(request: Request, adapters: AdapterBook) -> bool:
     """Whether another engine may prefill this request's prompt."""
     params = request.sampling_params
     if params is None or scores_prompt(params) or request.skip_reading_prefix_cache:
         return False  # pooled, or computed in the prompt step only; the latter's connector's answer is ignored upstream
     if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
         return False  # the prompt is more than token ids
-    if request.lora_request is not None or not fits_salt(request.cache_salt or ""):
-        return False  # the peer may have another adapter of that name; a job carries no salt of any length
+    if not fits_salt(request.cache_salt or ""):
+        return False  # a job carries no salt of any length
+    if request.lora_request is not None and not adapters.is_usable(request.lora_request):
+        return False  # nobody could say whether another engine has the same
     if request.resumable:
         return False  # the prompt goes on while it is prefilled
     return len(request.request_id) <= MAX_ID_CHARS

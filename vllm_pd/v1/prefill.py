@@ -7,6 +7,10 @@ once, without a step. With `push_chunks` the whole blocks that a step has filled
 that step is processed. V1 schedules steps ahead and may preempt the request meanwhile, so what a step will have
 computed is noted when it is scheduled, and forgotten if the request has been preempted since. Blocks that have left by
 then stay right: they hold the same tokens' KV.
+
+The last write of a job with a LoRA adapter waits until a look at the adapter's files that began after the job's last
+step has found them as they were at their load (`vllm_pd.v1.adapter_files`). A batch has `max_loras` adapters at most. A
+job whose adapter does not fit waits for a moment, while others pass it, and is given back then.
 """
 from __future__ import annotations
 
@@ -31,15 +35,21 @@ from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.prefill import PrefillSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.groups import usable_hit
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.request import Request
 
     from vllm_pd.v1.engine_access import EngineAccess
+
+
+CHECK_S = 5.0  # how long a computed job waits for a look at the files of its adapter
+UNFIT_S = 2.0  # how long a job waits for adapters of others to leave the batch
 
 
 class ScheduledChunk(NamedTuple):
@@ -51,11 +61,20 @@ class ScheduledChunk(NamedTuple):
     preemptions: int
 
 
+class AdapterCheck(NamedTuple):
+    """A job that is computed, in these rows, and waits for a look at the files of its adapter."""
+    adapter: LoRARequest
+    block_ids: list[int]
+    computed_at: float  # on the monotonic clock
+
+
 class InternalRequests(PrefillHandover):
     """All jobs that a V1 engine has from peers."""
 
     def __init__(self, config: PDConfig, session: PrefillSession, scheduler: Scheduler, access: EngineAccess,
-                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed) -> None:
+                 capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed,
+                 adapters: AdapterBook) -> None:
+        self._adapters = adapters
         self._scheduler = scheduler
         self._access = access
         self._fence = fence
@@ -67,6 +86,8 @@ class InternalRequests(PrefillHandover):
         self._aborting = False
         self._pushes_chunks = config.push_chunks
         self._chunks: collections.deque[ScheduledChunk] = collections.deque()  # of steps in flight
+        self._checks: dict[Attempt, AdapterCheck] = {}
+        self._unfit_since: dict[Attempt, float] = {}  # jobs that wait because of `max_loras`
         super().__init__(config, session, capacity, metrics, speed)
 
     def take_lookups_out_of(self, stats: SchedulerStats) -> None:
@@ -97,6 +118,11 @@ class InternalRequests(PrefillHandover):
             return 0
         self._hits[request.request_id] = cached_tokens
         return self._jobs[attempt].prefill.cached_blocks * self._block_size - cached_tokens
+
+    def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
+        """Not with an adapter: what the peer has cached would be this engine's, whatever its files were meanwhile."""
+        job = self._jobs.get(attempt)
+        return job is not None and not job.prefill.scope.adapter and super().wants_prefix(attempt, cached_tokens)
 
     def allocated(self, request: Request, tables: tuple[list[int], ...], remote_tokens: int) -> None:
         """The request has these blocks of each group. `remote_tokens`: more than 0 where it is being parked for the
@@ -220,7 +246,45 @@ class InternalRequests(PrefillHandover):
         except Exception as error:
             self.lost(attempt, f"its blocks can't be held: {error}", progress)
             raise
-        self.computed(attempt, block_ids, progress)
+        if request.lora_request is None:
+            self.computed(attempt, block_ids, progress)
+        else:
+            job.state = JobStage.CHECKING
+            self._checks[attempt] = AdapterCheck(request.lora_request, block_ids, time.monotonic())
+            self._adapters.look()
+
+    def give_back_namesakes(self, adapter: LoRARequest, progress: Progress) -> None:
+        """A client's request has come with this adapter. Jobs with one of the same name and another number, which was
+        loaded before, can't be in a batch with it."""
+        loras = {attempt: self._jobs[attempt].request.lora_request for attempt in self.computing}
+        self.give_back([attempt for attempt, one in loras.items() if one is not None
+                        and one.lora_name == adapter.lora_name and one.lora_int_id != adapter.lora_int_id],
+                       "its LoRA adapter was loaded anew", progress)
+
+    @property
+    def checks_due(self) -> float | None:
+        """When the first check has waited long enough, on the monotonic clock."""
+        return min((one.computed_at + CHECK_S for one in self._checks.values()), default=None)
+
+    def check_adapters(self, progress: Progress) -> None:
+        """Go on with the jobs whose adapter was looked at, and give back those that wait too long for theirs."""
+        now = time.monotonic()
+        for attempt, check in list(self._checks.items()):
+            job = self._jobs.get(attempt)
+            is_unchanged = self._adapters.unchanged_since(check.adapter, check.computed_at)
+            if job is None or job.state is not JobStage.CHECKING:
+                del self._checks[attempt]  # it was cancelled
+            elif is_unchanged:
+                del self._checks[attempt]
+                self.computed(attempt, check.block_ids, progress)
+            elif is_unchanged is not None or now >= check.computed_at + CHECK_S:
+                del self._checks[attempt]
+                what = "could not be looked at" if is_unchanged is None else "have changed"
+                self.lost(attempt, f"the files of its LoRA adapter {what}", progress)
+        unfit = [attempt for attempt in (*self.queued, *self.waiting) if not self._fits(self._jobs[attempt])]
+        self._unfit_since = {attempt: self._unfit_since.get(attempt, now) for attempt in unfit}
+        over = [attempt for attempt, since in self._unfit_since.items() if now >= since + UNFIT_S]
+        self.give_back(over, f"its LoRA adapter is one more than max_loras={self._adapters.max_loras}", progress)
 
     def set_credits(self) -> None:
         """Tell the protocol how many more jobs this engine takes: none while it is paused or ends."""
@@ -241,16 +305,37 @@ class InternalRequests(PrefillHandover):
             raise ValueError("this engine is paused or ends")
         if job.request_id in self._scheduler.requests:
             raise ValueError(f"there is a request {job.request_id}")
+        digest = job.prefill.scope.adapter
+        adapter = self._adapters.request(digest) if digest else None
         self._attempts[job.request_id] = job.prefill.attempt
         try:
             return self._access.add(EngineCoreRequest(
                 request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=None,
                 sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
-                pooling_params=None, arrival_time=time.time(), lora_request=None,
+                pooling_params=None, arrival_time=time.time(), lora_request=adapter,
                 cache_salt=job.prefill.scope.salt or None, data_parallel_rank=None, priority=job.prefill.priority))
         except Exception:
             self.forget(job.request_id)
             raise
+
+    def _fits(self, job: PeerJob) -> bool:
+        """Whether V1 may compute its adapter beside those of the batch, of which there are `max_loras` at most. A job
+        that is yet to begin leaves room for what waits in V1, too, so that jobs never starve clients. V1 knows adapters
+        by number in some places and by name in others, so no two of one name may be in a batch."""
+        if not job.prefill.scope.adapter:
+            return True
+        scheduler = self._scheduler
+        if job.request is not None:
+            adapter, others = job.request.lora_request, scheduler.running  # V1 has the last word
+        else:
+            try:
+                adapter = self._adapters.request(job.prefill.scope.adapter)
+            except ValueError:
+                return True  # it is refused when it begins
+            others = (*scheduler.running, *scheduler.waiting)
+        return self._adapters.fits(adapter, others) and not any(
+            one.lora_request is not None and one.lora_request.lora_name == adapter.lora_name
+            and one.lora_request.lora_int_id != adapter.lora_int_id for one in others)
 
     def _abort_request(self, job: PeerJob) -> None:
         self._aborting = True

@@ -19,6 +19,7 @@ from vllm_pd.model.source_names import Required, missing_names
 SUPPORTED = ("0.32", "0.33")  # releases on which the names were found; docs/rebasing.md has the table
 
 _LAYERS = "how layers are grouped, and whether they have one shape"
+_ADAPTER = "which adapter was loaded, with which a job is computed"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
 _STORE = "replaced by ours in PDStoreConnector"
@@ -27,7 +28,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/scheduler.py": (
         Required("Scheduler.finished_recving_kv_req_ids", "an id in it resumes a parked request, or ends it at once"),
         Required("Scheduler._handle_failed_recving", "begins a parked request anew", takes=("failed_req_ids", )),
-        Required("Scheduler._handle_blocked_waiting_request", "frees a failed one's blocks", takes=("request", )),
+        Required("Scheduler._handle_blocked_waiting_request", "frees a failed one's blocks; ours also counts adapters",
+                 takes=("request", )),
         Required("Scheduler.kv_cache_config", "how layers are grouped"),
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
@@ -138,6 +140,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCoreProc.shutdown_state", "whether that holds"),
         Required("EngineCore._idle_state_callbacks", "an engine that somebody waits for does not sleep"),
         Required("EngineCore.collective_rpc", "loads the weights anew", takes=("method", )),
+        Required("EngineCore.add_lora", "which adapters the front end has loaded", takes=("lora_request", )),
         Required("EngineCore.execute_dummy_batch", "the other ranks are started before it", takes=()),
         Required("EngineCoreProc._send_abort_outputs", "answers clients at the end", takes=("aborted_reqs", )),
         Required("EngineCore.preprocess_add_request", "makes a request of our own; replaced by ours, which spares the "
@@ -288,6 +291,17 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVTransferConfig.kv_load_failure_policy", "set to recompute"),
         Required("KVTransferConfig.kv_connector_module_path", "names another class for ours, with the store"),
         Required("KVTransferConfig.has_connector", "finds our name", takes=("connector_name", )),
+    ),
+    "config/lora.py": (
+        Required("LoRAConfig.max_loras", "a job with another adapter waits while so many are used"),
+        Required("LoRAConfig.max_cpu_loras", "so many adapters are offered"),
+        Required("LoRAConfig.lora_dtype", "in the digest of an adapter"),
+        Required("LoRAConfig.target_modules", "in the digest of an adapter"),
+    ),
+    "lora/request.py": (
+        Required("LoRARequest.lora_name", _ADAPTER), Required("LoRARequest.lora_int_id", _ADAPTER),
+        Required("LoRARequest.lora_path", _ADAPTER), Required("LoRARequest.load_inplace", _ADAPTER),
+        Required("LoRARequest.is_3d_lora_weight", _ADAPTER),
     ),
     "config/speculative.py": (
         Required("SpeculativeConfig.method", "some are refused; in the fingerprint"),

@@ -81,6 +81,13 @@ class HandoverScheduling(Scheduler):
         """Whether a waiting request waits for its grammar, whose thread wakes nobody."""
         return any(request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR for request in self.waiting)
 
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """V1's, but a request waits whose adapter is one more than `max_loras` beside all that runs. V1 counts those
+        that the present step computes, without those whose token is in flight, and ends when a step has them all."""
+        return super()._handle_blocked_waiting_request(request) and (
+            self.binding is None or self.lora_config is None or request.lora_request is None
+            or self.binding.adapters.fits(request.lora_request, self.running))
+
     # What the engine calls.
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:

@@ -17,6 +17,7 @@ from vllm_pd.protocol.scope import SALT
 from vllm_pd.rpc.ports import require_free_front
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.heap import freeze_heap
+from vllm_pd.v1.adapters import watch_adapters
 from vllm_pd.v1.binding import V1Handover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
@@ -68,6 +69,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                                1 + vllm_config.scheduler_config.async_scheduling)
     binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder())
     watch_reload(engine, binding.weights_replaced)
+    watch_adapters(engine, binding.adapters)
     if publishes_events(vllm_config):
         binding.end_reports = report_load(config, front, engine.scheduler, binding)
     logger.info("disaggregation is on: %s as %s at %s", config.role.value, member.incarnation, agent.member.address)
