@@ -9,13 +9,15 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 
-SPIN_S = 0.002  # vLLM: 1 s, in which each worker and each EngineCore keeps a core busy after the last message
+SPIN_S = 0.002  # vLLM: 1 s, for which each worker keeps a core busy after each message
 STARTING = ("vllm.utils.system_utils", "vllm.v1.engine.coordinator", "vllm.v1.engine.utils",
             "vllm.v1.executor.multiproc_executor")
-LOOK_AGAIN_MS = 50  # vLLM: 5 s; after the spin a notification may be lost
+SERVE = (sys.executable, __file__, "serve")  # as vllm_pd.ops.launch.plan.SERVE
+LOOK_AGAIN_MS = 50  # vLLM: 5 s; a notification may be lost
 
 
 def fork_engines() -> None:

@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests import asking, waiting
-from tests.v1 import quick
+from tests.v1.quick import SERVE
 from vllm_pd.ops.launch.child import Child
 from vllm_pd.ops.launch.plan import HOST, EnginePlan, UpOptions, plan_fleet, transfer_config
 from vllm_pd.ops.launch.printer import say_aloud
@@ -29,7 +29,6 @@ from vllm_pd.rpc.ports import take_free, take_free_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 MODEL = "tiny"
-SERVE = sys.executable, quick.__file__, "serve"
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "32", "--enforce-eager",
               "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8"]
 PD = {"max_local_prefill_tokens": 100, "attempt_deadline_s": 300.0, "ttl_s": 120, "drain_timeout_s": 600.0}
