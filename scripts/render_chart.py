@@ -2,16 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write deploy/kubernetes/base: what the chart gives with its default values and the release name "vllm-pd".
 
-    python scripts/render_chart.py    after a change of deploy/kubernetes/chart; needs the package helm-python-sdk
+    python scripts/render_chart.py    after a change of deploy/kubernetes/chart; in the environment of scripts/env.sh
 
 It is Helm's own engine, and asks no cluster.
 """
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "kubernetes"
 CHART, BASE = FOLDER / "chart", FOLDER / "base"
 NAME, NAMESPACE = "vllm-pd", "inference"
+PROGRAMS = os.environ.get("VLLM_PD_KUBERNETES", "")  # the folder with Helm and more (requirements/kubernetes.txt)
+if PROGRAMS:
+    sys.path.append(PROGRAMS)
 
 
 def render(values: dict[str, Any] | None = None) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from _wheel import project
 
-from tests.wheel.manifests import IMAGE
+from tests.manifests import IMAGE
 from vllm_pd.errors import ConfigError
 from vllm_pd.settings.engine import PDConfig
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chart and the manifests of deploy/kubernetes: rendered, read as a cluster and our own code would, and equal.
 
-No cluster is asked. Without a package or a program the tests that need it are skipped, and say which.
+No cluster is asked. Without requirements/kubernetes.txt most are skipped, and say what is missing.
 """
 import argparse
 import copy
 import dataclasses
 import json
+import os
 import re
 import shutil
 import socket
@@ -23,9 +24,9 @@ import pytest
 import render_chart
 import yaml
 from _wheel import project
-from render_chart import BASE, CHART, FOLDER, NAME, NAMESPACE
+from render_chart import BASE, CHART, FOLDER, NAME, NAMESPACE, PROGRAMS
 
-from tests.wheel.manifests import ROLES, Fleet, Readers, problems
+from tests.manifests import ROLES, Fleet, Readers, problems
 from vllm_pd.handover.metrics import STAGES, HandoverFamilies
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.settings.engine import PDConfig
@@ -38,12 +39,12 @@ EVERYTHING = {"broker": {"embedded": False, "url": "tls://nats.nats:4222", "nats
               "prefill": {"capabilities": ["IPC_LOCK"], "pod": {"tolerations": [{"operator": "Exists"}]}}}
 WITH_ROUTER = {"router": {"enabled": True}, "podMonitor": {"enabled": True}, "settings": {"ttl_s": 6}}
 UNKNOWN_TO_SCHEMAS = {"monitoring.coreos.com/v1", "keda.sh/v1alpha1"}  # their fields are checked by their readers below
-needs_kubectl = pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl missing, which has kustomize")
+KUBECTL = shutil.which("kubectl", path=os.pathsep.join([f"{PROGRAMS}/bin", os.environ["PATH"]]))
 
 
 def helm() -> ModuleType:
     """Helm as a library."""
-    return pytest.importorskip("helm_python", reason="helm-python-sdk missing: pip install helm-python-sdk")
+    return pytest.importorskip("helm_python", reason="helm-python-sdk missing (requirements/kubernetes.txt)")
 
 
 def render(values: dict | None = None) -> dict[str, str]:
@@ -64,7 +65,8 @@ def base() -> list[dict]:
 
 def fault_of_schema(document: dict) -> str:
     """What the schemas of the oldest Kubernetes that the chart takes, and of the newest one known, say."""
-    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate missing: pip install it")
+    validate = pytest.importorskip("kubernetes_validate",
+                                   reason="kubernetes-validate missing (requirements/kubernetes.txt)")
     if document["apiVersion"] in UNKNOWN_TO_SCHEMAS:
         return ""
     for version in (re.search(r"[\d.]+", yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"])[0],
@@ -128,10 +130,10 @@ def test_nothing_is_wrong_with_what_the_chart_gives(readers, values):
     assert problems(documents(render(values).values()), readers) == []
 
 
-@needs_kubectl
+@pytest.mark.skipif(KUBECTL is None, reason="kubectl missing, which has kustomize")
 def test_the_overlay_is_what_the_chart_gives():
     overlay = FOLDER / "overlays" / "nats"
-    done = subprocess.run(["kubectl", "kustomize", overlay], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([KUBECTL, "kustomize", overlay], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
     def named(found: list[dict]) -> dict:
@@ -254,7 +256,7 @@ PLANTED: dict[str, tuple[Callable[[Fleet], object], str]] = {
         path="/health_generate"), r"its livenessProbe may end an engine that is busy"),
     "root": (lambda fleet: fleet.of("broker")[0].spec["securityContext"].update(runAsNonRoot=False),
              r"vllm-pd-broker: it may run as root"),
-    "capabilities": (lambda fleet: container(fleet, "prefill")["securityContext"]["capabilities"].update(drop=["CHOWN"]),
+    "capabilities": (lambda fleet: container(fleet, "prefill")["securityContext"]["capabilities"].update(drop=["X"]),
                      r"vllm-pd-prefill: it keeps capabilities"),
     "a key in the manifest": (lambda fleet: container(fleet, "decode")["env"].__setitem__(
         2, {"name": "VLLM_API_KEY", "value": "sk-1"}), r"vllm-pd-decode: VLLM_API_KEY comes from no Secret"),
