@@ -11,9 +11,10 @@ Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piec
                changes what a running server has loaded)
     model      the real small model                            tiny       a tiny random one
     ray        Ray, for the tests that want it; they are skipped where it cannot be installed
+    kubernetes Helm, kubectl and Kubernetes' schemas, likewise
 
 For V1 (VLLM_PD_ENGINE=v1) packages has the stock vLLM and what else is in requirements/v1*.txt, wheel is our plugin,
-env has both, and there is neither source nor extension nor Ray, but
+env has both, and there is neither source nor extension nor Ray nor Helm, but
 
     gateways   Envoy and vllm-router, for the tests that want them; likewise
 
@@ -30,6 +31,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +77,12 @@ ENGINES = {
     "v0": EngineEnvironment("cpu", "the patched wheel", (REQUIREMENTS / "cpu.txt",),
                             "5 GB, mostly torch; some minutes"),
     "v1": EngineEnvironment("plugin", "the plugin", _V1_REQUIREMENTS, "3.5 GB; a minute or two"),
+}
+# What is no part of the environment: the target of the engine whose tests want it, and what it is.
+BESIDE = {
+    "ray": ("cpu", "Ray"),
+    "kubernetes": ("cpu", "Helm, kubectl and Kubernetes' schemas"),
+    "gateways": ("plugin", "Envoy and vllm-router"),
 }
 
 
@@ -227,11 +235,11 @@ def models(engine: EngineEnvironment, python: Path) -> tuple[Path, Path]:
     return model, cache.piece("tiny", cache.key(make, convert, *pins), tiny, "making the tiny models") / "tiny-llama"
 
 
-def commands(env: Path, model: Path, tiny: Path, ray: Path | None, gateways: Path | None) -> list[str]:
-    """Shell commands that enter the environment. Where VLLM_PD_ENGINE is set it stays, also after
-    `VLLM_PD_ENGINE=v1 . scripts/env.sh`: scripts that source env.sh again are to find the same engine."""
+def commands(env: Path, model: Path, tiny: Path, folders: Mapping[str, Path | None]) -> list[str]:
+    """Shell commands that enter the environment; `folders` are those beside it. Where VLLM_PD_ENGINE is set it stays,
+    also after `VLLM_PD_ENGINE=v1 . scripts/env.sh`: scripts that source env.sh again are to find the same engine."""
     set_here = {"VLLM_PD_ENV": env, "VLLM_PD_MODEL": model, "VLLM_PD_TINY_MODEL": tiny, "VIRTUAL_ENV": env,
-                "VLLM_PD_RAY": ray or "", "VLLM_PD_GATEWAYS": gateways or ""}  # fmt: skip
+                **{f"VLLM_PD_{name.upper()}": folders.get(name) or "" for name in BESIDE}}  # fmt: skip
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in set_here.items()]
     if engine := os.environ.get(ENGINE_VARIABLE):
         lines.append(f"unset {ENGINE_VARIABLE}; export {ENGINE_VARIABLE}={shlex.quote(engine)}")
@@ -254,17 +262,16 @@ def main() -> int:
             extra = [stand_in(engine)] if engine.target == "plugin" else []
             env = environment(engine, base, wheel(engine, python), *extra)
             model, tiny = models(engine, python)
-            is_v1 = engine.target == "plugin"
-            ray = None if is_v1 else beside("ray", "Ray", base)
-            gateways = beside("gateways", "Envoy and vllm-router", base) if is_v1 else None
-            cache.prune(("packages", "patched", "wheel", "env", "model", "tiny", "ray", "gateways"), KEEP_S)
+            folders = {name: beside(name, what, base) for name, (target, what) in BESIDE.items()
+                       if target == engine.target}  # fmt: skip
+            cache.prune(("packages", "patched", "wheel", "env", "model", "tiny", *BESIDE), KEEP_S)
     except KeyboardInterrupt:
         cache.say("interrupted; run it again, finished stages are kept")
         return 130
     except (process.BuildError, Refusal, OSError, ValueError) as error:
         cache.say(f"cannot make the environment: {error}")
         return 1
-    print("\n".join(commands(env, model, tiny, ray, gateways)))
+    print("\n".join(commands(env, model, tiny, folders)))
     cache.say(f"environment ready in {time.monotonic() - began_s:.1f} s ({cache.root()})")
     return 0
 

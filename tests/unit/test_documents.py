@@ -12,7 +12,8 @@ from typer.core import TyperCommand, TyperGroup
 from vllm_pd.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "deploy" / "README.md"]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *(file for folder in ("docs", "deploy")
+                                           for file in sorted((ROOT / folder).rglob("*.md")))]
 COMMAND = re.compile(r"vllm-pd((?: [a-z]+)+)([^|`]*)")
 
 

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both wheels, built and read once, and what they are compared with. Needs the environment of scripts/env.sh."""
+"""Both wheels, built and read once, and what they are compared with; our commands, as far as they only parse. Needs the
+environment of scripts/env.sh."""
 
 import sys
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from _wheel import cache, project, source, targets
 from _wheel.archive import read_record, record_hash
 
 from tests.wheel.checks import Wheel
+from vllm_pd.cli import app
+from vllm_pd.router import server
+from vllm_pd.rpc.addresses import parse_bind
+from vllm_pd.rpc.keys import Keys
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +72,25 @@ def wheels(tmp_path_factory, own_hashes) -> dict[str, Wheel]:
     out = tmp_path_factory.mktemp("dist")
     with cache.lock():
         return {target: Wheel.read(targets.build(target, out, sys.executable)) for target in ("cpu", "cuda")}
+
+
+@pytest.fixture
+def parsed(monkeypatch) -> Callable[[Sequence[str]], dict[str, Any]]:
+    """Have our command parse arguments and check its settings, and return them; nothing is started."""
+    monkeypatch.setattr(server, "serve", lambda options, policy: (options.checked(), policy.check()))
+    monkeypatch.setenv("VLLM_API_KEY", "")
+
+    def run(arguments: Sequence[str]) -> dict[str, Any]:
+        name, *rest = arguments
+        command = typer.main.get_command(app).commands[name]
+        context = command.make_context(name, rest)
+        given = dict(context.params)
+        if name == "router":
+            command.invoke(context)
+        else:
+            assert name == "broker"
+            keys = given["keys"] and Keys.load(given["keys"], "--keys")
+            parse_bind("--bind", given["bind"], keyed=keys is not None)
+        return given
+
+    return run

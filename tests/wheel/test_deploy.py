@@ -8,41 +8,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 from _wheel import project
 
-from vllm_pd.cli import app
+from tests.manifests import IMAGE
 from vllm_pd.errors import ConfigError
-from vllm_pd.router import server
-from vllm_pd.rpc.addresses import parse_bind
 from vllm_pd.settings.engine import PDConfig
 
 DEPLOY = project.ROOT / "deploy"
 CONTAINERS = sorted((DEPLOY / "containers").glob("*.Containerfile"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 COMPOSE = DEPLOY / "compose.yaml"
-IMAGE = re.compile(r"[\w./-]+:(v?\d[\w.-]*)")
 KV_TRANSFER = "--kv-transfer-config="
-
-
-@pytest.fixture
-def parsed(monkeypatch):
-    """Have our command parse arguments and check its settings; nothing is started."""
-    monkeypatch.setattr(server, "serve", lambda options, policy: (options.checked(), policy.check()))
-    monkeypatch.setenv("VLLM_API_KEY", "")
-
-    def run(arguments: list[str]) -> None:
-        name, *rest = arguments
-        command = typer.main.get_command(app).commands[name]
-        context = command.make_context(name, rest)
-        if name == "router":
-            command.invoke(context)
-        else:
-            assert name == "broker"
-            parse_bind("--bind", context.params["bind"])
-
-    return run
 
 
 def instructions(file: Path) -> list[tuple[str, str]]:
