@@ -91,6 +91,60 @@ def test_each_change_is_another_look(folder, change):
     assert look_at(folder) != before and digest(folder) != first
 
 
+def switched_link(folder: Path, other: Path):
+    """The folder's path is a link, which leads to another one for a while."""
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+
+    def switch():
+        for target in (other, folder):
+            link.unlink()
+            link.symlink_to(target)
+    return link, switch
+
+
+def switched_files(folder: Path, other: Path):
+    """As in a hub's cache, whose files are links."""
+    real, link = (folder / WEIGHTS).rename(folder.with_name("real")), folder / WEIGHTS
+    link.symlink_to(real)
+
+    def switch():
+        for target in (other / WEIGHTS, real):
+            link.unlink()
+            link.symlink_to(target)
+    return folder, switch
+
+
+def switched_folder(folder: Path, other: Path):
+    def switch():
+        away = folder.rename(folder.with_name("away"))
+        other.rename(folder).rename(other)
+        away.rename(folder)
+    return folder, switch
+
+
+def switched_parent(folder: Path, other: Path):
+    """A folder on the way to it is a link."""
+    parent, empty = folder.parent.with_name("parent"), folder.with_name("empty")
+    parent.symlink_to(folder.parent)
+
+    def switch():
+        for target in (empty, folder.parent):
+            parent.unlink()
+            parent.symlink_to(target)
+    return parent / folder.name, switch
+
+
+@pytest.mark.parametrize("make", [switched_link, switched_files, switched_folder, switched_parent])
+def test_a_path_that_led_elsewhere_for_a_moment_is_seen(folder, tmp_path, make):
+    path, switch = make(folder, write_stub(tmp_path / "b", "other"))
+    before, first = look_at(path), digest(path)
+    assert look_at(path) == before
+    time.sleep(0.05)
+    switch()
+    assert look_at(path) != before and digest(path) == first
+
+
 @pytest.mark.parametrize("spoil", ["folder", "adapter_config.json", WEIGHTS, "pipe"])
 def test_what_is_no_adapter_is_an_error(folder, spoil):
     if spoil == "folder":

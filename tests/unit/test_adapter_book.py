@@ -38,7 +38,8 @@ class Files:
         self.wakes = 0
 
     def write(self, path, content="first", **fields):
-        look = FileLook("adapter_model.bin", *{"inode": 1, "size": 8, "mtime_ns": 7, "ctime_ns": 7, **fields}.values())
+        seen = {"device": 1, "inode": 1, "size": 8, "mtime_ns": 7, "ctime_ns": 7}
+        look = FileLook("adapter_model.bin", **{**seen, **fields})
         self.looks[path] = (look, ), content
 
     def look(self, folder):
@@ -164,7 +165,7 @@ def test_what_vllm_does_not_load_is_not_known(book, fails):
     assert not is_known(book, ONE)
 
 
-@pytest.mark.parametrize("field", ["inode", "size", "mtime_ns", "ctime_ns"])
+@pytest.mark.parametrize("field", ["device", "inode", "size", "mtime_ns", "ctime_ns"])
 def test_files_that_change_are_never_used_again(book, reader, files, field):
     load(book, ONE)
     digest = book.digest(ONE)
@@ -199,16 +200,70 @@ def test_files_that_change_while_they_are_read_are_not_known(book, files):
     assert not is_known(book, ONE) and book.digest(ONE) == b""
 
 
-@pytest.mark.parametrize("error", [OSError("stale"), FileNotFoundError("away")])
-def test_a_look_that_fails_is_forgiven(book, reader, files, error):
+def test_a_look_that_fails_is_forgiven(book, reader, files):
     load(book, ONE)
-    files.error = error
+    files.error = OSError("stale")
     reader.turn()
     assert not is_known(book, ONE)
     book.load(ONE, lambda request: True)
+    files.error, before = None, files.wakes
+    reader.turn()
+    assert is_known(book, ONE) and files.wakes > before, "a job may wait for that"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("away"), NotADirectoryError("away")])
+def test_files_that_were_away_are_never_used_again(book, reader, files, error):
+    """Others may have been read in their place: with a relative path vLLM would look for them in a hub."""
+    load(book, ONE)
+    files.error = error
+    reader.turn()
     files.error = None
     reader.turn()
-    assert is_known(book, ONE)
+    assert not is_known(book, ONE)
+
+
+@pytest.mark.parametrize("end", [RuntimeError("one rank of two"), KeyboardInterrupt(), None])
+@pytest.mark.parametrize("path", ["a", "b"])
+def test_a_load_in_place_that_fails_ends_the_use_of_its_number(book, files, end, path):
+    """A worker may have what was to be loaded, or a part of it, under the number of what all had."""
+    def load_half(request):
+        if end:
+            raise end
+
+    files.write("b", "other")
+    load(book, ONE)
+    inplace = Asked("one", 1, path, load_inplace=True)
+    if end:
+        with pytest.raises(type(end)):
+            book.load(inplace, load_half)
+    else:
+        assert not book.load(inplace, load_half)
+    assert not is_known(book, ONE) and not is_known(book, inplace)
+    load(book, inplace)
+    assert not is_known(book, inplace), "what the workers have under this number is not known"
+
+
+def test_a_first_load_that_fails_may_be_made_again_under_another_number(book):
+    """As a front end does, whose client has written the path wrong. A number of a resolver that has failed does not
+    come to stand for what the next one finds."""
+    with pytest.raises(OSError):
+        book.load(ONE, lambda request: (_ for _ in ()).throw(OSError("half of it is written")))
+    load(book, ONE)
+    assert not is_known(book, ONE)
+    other = Asked("of the same files", 2, "a")
+    load(book, other)
+    assert is_known(book, other)
+
+
+def test_a_read_that_fails_is_logged_once(book, reader, files, caplog):
+    def fail(path):
+        raise PermissionError("not yours")
+
+    files.reading = fail
+    load(book, ONE)
+    for _ in range(5):
+        reader.turn()
+    assert caplog.text.count("can't be read") == 1
 
 
 def test_a_read_that_fails_is_made_again(book, reader, files):

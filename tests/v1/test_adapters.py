@@ -5,6 +5,7 @@ them again at any step. Real engines: tests/v1_engines/test_real_adapters.py.
 """
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -146,11 +147,14 @@ def test_b115_prompts_of_changed_files_stay_on_d(d, loras):
     assert stays(d)
 
 
-def test_b115_files_that_can_t_be_looked_at_keep_a_prompt_on_d_for_a_while(d, loras, turns):
+def test_b115_files_that_can_t_be_looked_at_keep_a_prompt_on_d_for_a_while(d, loras, monkeypatch):
+    def stale(folder):
+        raise OSError("stale file handle")
+
     load(d, loras[0])
-    hidden = Path(loras[0].lora_path).rename(Path(loras[0].lora_path).with_name("hidden"))
-    look(d)
-    hidden.rename(loras[0].lora_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(d.binding.adapters._reader, "look", stale)
+        look(d)
     d.add("a", prompt(100), lora_request=loras[0])
     assert stays(d)
     look(d)
@@ -321,6 +325,27 @@ def test_b115_a_file_system_that_hangs_ends_the_job(p, loras, turns, monkeypatch
     p.access.wake()  # as the timer does
     p.run()
     assert p.protocol.calls == [("failed", attempt)]
+    finish(p)
+
+
+def test_b115_each_job_waits_for_its_look_as_long_as_it_may(p, loras, turns, monkeypatch):
+    """Two that are computed one after the other: the end of the first one's time sets a timer for the second's."""
+    later = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0], time=time.time)
+    monkeypatch.setattr(prefill_module, "time", clock)
+    p.binding.adapters._reader.clock = clock.monotonic
+    first, _, scope = computed(p, loras[0], turns)
+    later[0], tokens = 3.0, prompt(LONG)
+    second = p.job(tokens, number=9, scope=scope)
+    p.run()
+    p.access.due, later[0] = None, 5.5
+    p.access.wake()
+    p.run()
+    assert p.protocol.calls == [("failed", first)]
+    assert p.access.due == p.binding.prefill_jobs.checks_due is not None
+    look(p)
+    p.run()
+    check(p, second, tokens, scope)
     finish(p)
 
 

@@ -130,6 +130,18 @@ def test_a_client_can_send_anything_as_its_trace(engine, exported):
     assert all(span.parent is None for span in exported() if span.name == "pd_decide"), "each is a trace of its own"
 
 
+def test_an_error_in_opentelemetry_ends_no_step(monkeypatch, engine, caplog):
+    def fails(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(trace, "get_tracer", fails)
+    engine.add("a", prompt(100), trace_headers=HEADERS)
+    engine.run()
+    engine.prefilled("a")
+    end(engine)
+    assert caplog.text.count("a span could not be made") == 2
+
+
 def test_attempts_whose_stages_never_come_are_forgotten(monkeypatch, engine, exported):
     monkeypatch.setattr(spans, "MAX_UNTIMED", 3)
     for number in range(5):

@@ -2,8 +2,8 @@
 """Real V1 engines, real transfers, prompts with LoRA adapters: tokens as one stock engine has them (B1, B115). Over
 simulated memory: tests/v1/test_adapters.py.
 
-No batch has prompts of the base model beside others: vLLM's CPU build computes them wrongly then, also without
-disaggregation (docs/upstreaming.md).
+The stock engine's batches have no prompts of the base model beside others: vLLM's CPU build computes them wrongly then
+(docs/upstreaming.md). Ours may (`vllm_pd.v1.cpu_adapters`).
 """
 import os
 import random
@@ -106,6 +106,20 @@ def test_b115_a_batch_of_two_adapters(engines, loras):
         engine.ask(many, TOKENS, loras=each)
     assert [tokens for tokens, _ in d.answer()] == [tokens for tokens, _ in stock.answer()]
     assert done(d) >= before + 2, "a job that waits for 2 s is given back"
+
+
+def test_b115_a_batch_with_prompts_of_the_base_model(engines, loras):
+    """On D and on P, which may have both in a batch; then each alone, with what P's prefix cache has of that."""
+    stock, _, d = engines
+    many, each = prompts(121, (300, 200, 257, 400, 129, 500)), [(loras[0], None)[number % 2] for number in range(6)]
+    before = done(d)
+    right = [answer(stock, one, lora)[0] for one, lora in zip(many, each, strict=True)]
+    d.ask(many, TOKENS, loras=each)
+    assert [tokens for tokens, _ in d.answer()] == right
+    longer = [one + prompts(122, (150, ))[0] for one in many]
+    right = [answer(stock, one, lora)[0] for one, lora in zip(longer, each, strict=True)]
+    assert [answer(d, one, lora)[0] for one, lora in zip(longer, each, strict=True)] == right
+    assert done(d) >= before + 6
 
 
 def test_b115_one_that_p_does_not_have_stays_on_d(engines, loras):

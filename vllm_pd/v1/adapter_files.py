@@ -5,7 +5,8 @@ waits for a file system.
 An adapter is watched from its load on. Its files count as unchanged while each look equals the one from just before
 the load: then all that was read of them since, by the workers, who may load an adapter again at any step, and for the
 digest, was the same. One other look, and they have changed for good, whatever later looks are. A look that fails, or
-does not end, says nothing: the adapter is not used until the next one that is equal.
+does not end, says nothing: the adapter is not used until the next one that is equal. One that finds no file has found
+a change.
 """
 from __future__ import annotations
 
@@ -35,6 +36,7 @@ class AdapterFiles:
         self.digest = b""  # empty: they have not been read yet
         self.have_changed = False  # for good
         self.unchanged_at = float("-inf")  # when the last look began, on the monotonic clock, unless that failed
+        self.read_fails = False
 
     @property
     def are_as_loaded(self) -> bool:
@@ -117,18 +119,21 @@ class AdapterReader:
             self._wake()
 
     def _look_at(self, files: AdapterFiles) -> bool:
-        """Whether they were found changed for the first time."""
+        """Whether that says something else than the look before: they have changed, or can be looked at again."""
         began_at = self.clock()
         try:
             look = self.look(files.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            look = ()  # nobody knows what was in their place meanwhile
         except OSError:
             files.unchanged_at = float("-inf")
             return False
         if files.have_changed:
             return False
         if look == files.look:
+            is_new = files.unchanged_at == float("-inf")
             files.unchanged_at = began_at
-            return False
+            return is_new
         files.have_changed = True
         logger.warning("the files of the LoRA adapter in %s have changed: its prompts stay with this engine, and it "
                        "computes none for others; load changed files by another name or from another path",
@@ -140,7 +145,9 @@ class AdapterReader:
         try:
             digest = self._digest(files.folder, files.look, files.settings, self._go_on_looking)
         except OSError as error:
-            logger.warning("a LoRA adapter in %s can't be read: %s", files.folder, error)
+            if not files.read_fails:
+                logger.warning("a LoRA adapter in %s can't be read: %s", files.folder, error)
+            files.read_fails = True
             return
         self._look_at(files)
         if files.are_as_loaded:

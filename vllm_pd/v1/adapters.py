@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ logger = logging.getLogger("vllm.pd")
 MAX_NOTED = 1 << 16  # numbers, and pairs of name and path; what comes after them stays here
 
 _Key = tuple[str, str]  # name and path
+NOBODY: _Key = "", ""  # of a number under which a load has failed
 
 
 @dataclass
@@ -63,12 +65,17 @@ class AdapterBook:
     def load(self, request: LoRARequest, load: Callable[[LoRARequest], bool]) -> bool:
         """Have V1 `load` this adapter, and note what was loaded. Looks at the files, as the load does."""
         try:
-            look = self._reader.look(Path(request.lora_path).expanduser())
-        except (OSError, RuntimeError, ValueError):  # the latter for what is no path, or nobody's home
+            look = self._reader.look(_folder(request))
+        except (OSError, ValueError):  # the latter for what is no path
             look = None  # `load` says what is wrong, or knows the path as a name of a hub
-        is_loaded = load(request)
-        if is_loaded:
-            self._note(request, look, is_load=True)
+        is_loaded = False
+        try:
+            is_loaded = load(request)
+        finally:
+            if is_loaded:
+                self._note(request, look, is_load=True)
+            else:
+                self._note_failure(request.lora_int_id)
         return is_loaded
 
     def note_use(self, request: LoRARequest) -> None:
@@ -148,6 +155,13 @@ class AdapterBook:
                 logger.warning("so many LoRA adapters were loaded that prompts of further ones stay with this engine "
                                "until it is restarted")
 
+    def _note_failure(self, number: int) -> None:
+        """A load under this number has failed. Some workers may have what was loaded, or a part of it, in the place of
+        what they had: nothing is ever computed with that number for others."""
+        self._stay(self._keys.get(number, NOBODY), f"a load under its number {number} has failed")
+        if number in self._keys or len(self._keys) + len(self._adapters) < MAX_NOTED:
+            self._keys[number] = NOBODY
+
     def _made(self, request: LoRARequest, look: Look | None) -> _Adapter:
         files = None
         if look is None:
@@ -157,8 +171,7 @@ class AdapterBook:
             live = [key for key, one in self._adapters.items() if not one.stays]
             if len(live) >= MAX_ADAPTERS:
                 self._stay(live[0], f"{MAX_ADAPTERS} were loaded since")
-            files = self._reader.watch(Path(request.lora_path).expanduser(),
-                                       f"{self._settings} {request.is_3d_lora_weight}", look)
+            files = self._reader.watch(_folder(request), f"{self._settings} {request.is_3d_lora_weight}", look)
         return _Adapter(_plain(request), files, stays=files is None)
 
     def _note_again(self, request: LoRARequest, look: Look | None, is_load: bool) -> None:
@@ -185,6 +198,11 @@ class AdapterBook:
 
 def _key(request: LoRARequest) -> _Key:
     return request.lora_name, request.lora_path
+
+
+def _folder(request: LoRARequest) -> Path:
+    """As vLLM finds it."""
+    return Path(os.path.expanduser(request.lora_path))
 
 
 def _plain(request: LoRARequest) -> LoRARequest:

@@ -363,6 +363,8 @@ class V1Handover(Handover):
             self._give_up_jobs(self.prefill_jobs.waiting, "this engine is paused")  # V1 has preempted them since
         if self.prefill_jobs is not None:
             self._guard(self.prefill_jobs.check_adapters, self._progress)
+            if self.prefill_jobs.checks_due is not None:  # after the first of them
+                self._set_timer(self._patience.next_look() if self.stalled else None)
         if (scopes := self.adapters.scopes()) != self._listed:
             self._listed = scopes
             self.protocol.prefill.set_scopes((SALT, *scopes))

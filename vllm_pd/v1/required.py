@@ -90,6 +90,12 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("RequestQueue.remove_requests", "requests change places", takes=("requests", )),
         Required("RequestQueue.add_request", "requests change places", takes=("request", )),
     ),
+    "lora/ops/torch_ops/lora_ops.py": (
+        Required("bgmv_expand", "tokens without an adapter are left out on the CPU",
+                 takes=("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")),
+        Required("bgmv_expand_slice", "likewise",
+                 takes=("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")),
+    ),
     "tracing/otel.py": (
         Required("extract_trace_context", "our spans have the parent of V1's own", takes=("headers", )),
     ),

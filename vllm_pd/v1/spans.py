@@ -13,8 +13,10 @@ nothing is done here. A prefill engine sends no spans: D has its measurements, a
 """
 from __future__ import annotations
 
+import functools
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.tracing import extract_trace_context
@@ -27,8 +29,23 @@ if TYPE_CHECKING:
     from vllm_pd.decisions.policy import Decision
     from vllm_pd.protocol.messages import Attempt, Timings
 
+logger = logging.getLogger("vllm.pd")
+
 MAX_UNTIMED = 256  # attempts that are done, and whose stages may still come
 STAGES = ("queue", "claim", "prefill", "transfer")
+
+
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """Nothing that OpenTelemetry raises may end a step, and with it the engine."""
+
+    @functools.wraps(method)
+    def guarded(*arguments: Any) -> None:
+        try:
+            method(*arguments)
+        except Exception:
+            logger.exception("a span could not be made")
+
+    return guarded
 
 
 class PromptSpans:
@@ -39,6 +56,7 @@ class PromptSpans:
         self._parked: dict[Attempt, tuple[Span, int]] = {}  # and when it began, in ns
         self._untimed: dict[Attempt, tuple[Span, int]] = {}
 
+    @_guarded
     def decided(self, headers: Mapping[str, str] | None, decision: Decision, tokens: int) -> None:
         """A prompt of so many tokens stays, or goes to a prefill engine. `headers`: of the client's trace."""
         if headers:
@@ -46,6 +64,7 @@ class PromptSpans:
             self._begin("pd_decide", headers, at, {"pd.decision": "remote" if decision.remote else "local",
                                                    "pd.reason": decision.reason.value, "pd.tokens": tokens}).end(at)
 
+    @_guarded
     def parked(self, attempt: Attempt, headers: Mapping[str, str] | None, tokens: int, cached_tokens: int) -> None:
         """Its prompt waits for a peer from now on, which is to compute all tokens but the cached ones."""
         if headers:
@@ -53,6 +72,7 @@ class PromptSpans:
             self._parked[attempt] = self._begin("pd_remote_prefill", headers, at, {
                 "pd.attempt": attempt.number, "pd.tokens": tokens, "pd.cached_tokens": cached_tokens}), at
 
+    @_guarded
     def handle(self, event: Event) -> None:
         """An event of the protocol ends the attempt, or says where its time went."""
         if isinstance(event, Prefilled):
@@ -62,6 +82,7 @@ class PromptSpans:
         elif isinstance(event, Fallback):
             self._end(event.attempt, event.outcome.value, event.peer, fault=event.reason.value, detail=event.detail)
 
+    @_guarded
     def aborted(self, attempt: Attempt) -> None:
         """The client is gone, or its blocks are needed."""
         self._end(attempt, "cancelled", "")

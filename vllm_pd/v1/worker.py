@@ -43,6 +43,7 @@ from vllm_pd.transfer.states import views_of_states
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.worker import TransferWorker
+from vllm_pd.v1.cpu_adapters import leave_base_tokens
 from vllm_pd.v1.fingerprint import engine_name, fingerprint, total_kv_heads
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class RankWorker:
         self._state_layers = frozenset(state_layers)
         self._tp = vllm_config.parallel_config.tensor_parallel_size
         self._drafts = keeps_kv(vllm_config)
+        if vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu":
+            leave_base_tokens()
         self._rank = 0  # known when the process groups are
         self._device: Device = HostDevice()
         self._steps = ComputedSteps(self._device)
