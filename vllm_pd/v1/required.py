@@ -94,7 +94,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("bgmv_expand", "tokens without an adapter are left out on the CPU",
                  takes=("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")),
         Required("bgmv_expand_slice", "likewise",
-                 takes=("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")),
+                 takes=("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "slice_offset",
+                        "slice_size")),
     ),
     "tracing/otel.py": (
         Required("extract_trace_context", "our spans have the parent of V1's own", takes=("headers", )),
