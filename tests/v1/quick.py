@@ -5,10 +5,13 @@ As a command, `vllm serve` with that:
 
     python tests/v1/quick.py serve MODEL [arguments of vllm serve]
 """
+import contextlib
 import importlib
 import multiprocessing
 import os
 import signal
+import socket
+import stat
 import sys
 import threading
 import time
@@ -43,7 +46,24 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def leave_listeners() -> None:
+    """Listen at none of the TCP sockets of the process that this one was forked from. vLLM's server looks at its end
+    for who has its port, and a worker that is a zombie by then makes that an error (psutil.ZombieProcess)."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.family != socket.AF_UNIX
+            if listens:
+                os.dup2(nothing, int(name))  # whoever has that number here may still close it
+    os.close(nothing)
+
+
 if __name__ == "__main__":
+    server = os.getpid()
+    os.register_at_fork(after_in_child=lambda: leave_listeners() if os.getppid() == server else None)
     fork_engines()
     from vllm.entrypoints.cli.main import main
     main()

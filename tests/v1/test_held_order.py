@@ -16,12 +16,16 @@ from tests.v1.test_hazards import PARKED, prompt
 from tests.v1.test_holds import ASKS
 from tests.v1.test_job_order import STEP, engine_with, sizes
 from vllm_pd.decisions.job_order import START_TOKENS_PER_S
+from vllm_pd.handover import prefill
 from vllm_pd.protocol.actions import HoldEnd, HoldEnded, Released
 from vllm_pd.v1.prefill import InternalRequests
 
 
 @pytest.fixture
-def engine(model_folder, in_flight):
+def engine(model_folder, in_flight, monkeypatch):
+    """Its prompts come within milliseconds of each other, also on a busy machine: their turns go by that."""
+    ticks = itertools.count()
+    monkeypatch.setattr(prefill, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 1000))
     return engine_with(model_folder, in_flight)
 
 
