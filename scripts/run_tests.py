@@ -35,10 +35,10 @@ FAST = {
 # Folders whose tests mostly wait run in several processes of pytest-xdist: "-n", how many.
 WORKERS = {"sockets": 4, "peers": 4, "dp_protocol": 2, "hosts": 4, "router": 2, "transfer": 2,
            "v1": 2, "v1_engines": 2}
-# The tests of a file share its engines. In pytest's order: of its own accord xdist begins with the files of most tests,
-# and with those of whole servers at the end, when nothing is left to run beside them.
-BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
-SHARING = ("v1", "v1_engines")
+BY_FILE = ("--dist", "loadfile")  # the tests of a file share its engines
+# V1's files with whole servers come first (tests/v1/conftest.py). Of its own accord xdist begins with the files of most
+# tests, and with those at the end, when nothing is left to run beside them.
+SHARING = {"v1": (*BY_FILE, "--no-loadscope-reorder"), "v1_engines": BY_FILE}
 FAST_WORKERS = {"proof": 2}  # there the other lane is soon done
 NOT_HEAVY = ("-m", "not heavy")
 SKIP_PROVEN = "VLLM_PD_SKIP_PROVEN"  # for tests/searches.py
@@ -63,7 +63,7 @@ def main() -> int:
         options = [*NOT_HEAVY, *options]
         os.environ[SKIP_PROVEN] = "1"
     counts = FAST_WORKERS if chosen.fast else WORKERS
-    workers = {f"tests/{name}": ("-n", str(count), *BY_FILE * (name in SHARING)) for name, count in counts.items()}
+    workers = {f"tests/{name}": ("-n", str(count), *SHARING.get(name, ())) for name, count in counts.items()}
     kept = ROOT / "build" / ("tests_rest" if chosen.rest else "tests")
     return Session(ROOT, options, kept, workers, COMMANDS).run(lanes)
 
