@@ -70,13 +70,13 @@ def test_b25_all_samples_go_with_an_abort(pair, mono):
 def test_b21_samples_whose_prefill_failed_elsewhere(pair, mono):
     """B21, B7: none waits for a sibling that will not come; all are computed here, and only one was tried."""
     tokens = prompt(60, "failed")
-    size = pair.p.evaluate("disagg.prefill_jobs._vocab_size")
-    pair.p.execute("disagg.prefill_jobs._vocab_size = 0")  # so that no job can run there
+    pair.p.execute("import dataclasses; jobs = disagg.prefill_jobs; whole = jobs._capacity")
+    pair.p.execute("jobs._capacity = dataclasses.replace(whole, vocab_size=0)")  # so that no job can run there
     before = pair.d.counters()
     try:
         [got] = pair.d.generate([tokens], n=3, temperature=0.9, seed=7)
     finally:
-        pair.p.execute(f"disagg.prefill_jobs._vocab_size = {size}")
+        pair.p.execute("jobs._capacity = whole")
     [expected] = mono.generate([tokens], n=3, temperature=0.9, seed=7)
     assert all_tokens(got) == all_tokens(expected)
     counted = pair.d.counters().since(before)
