@@ -28,10 +28,9 @@ from pathlib import Path
 from _behind.gateways import GatewayName
 from _behind.picture import draw
 from _behind.session import BehindSettings, PhaseName, behind
+from _connectors.program import begin
 
-from vllm_pd.bench.servers import exit_on_signals
 from vllm_pd.errors import PDError
-from vllm_pd.model.installation import World, find_installation
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -52,11 +51,7 @@ def main() -> int:
     """The program."""
     parser = arguments()
     args = parser.parse_args()
-    if not args.model:
-        parser.error("there is no model: enter the environment (. scripts/env.sh) or write --model")
-    if find_installation().world is not World.PLUGIN:
-        parser.error("this needs engine V1: VLLM_PD_ENGINE=v1; export VLLM_PD_ENGINE; . scripts/env.sh")
-    exit_on_signals()
+    begin(parser, args.model)
     settings = BehindSettings(model=args.model, log=args.log, gateway=args.gateway, calm_s=args.calm_s, seed=args.seed,
                               phases=tuple(args.phase or PhaseName))
     try:

@@ -22,13 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from _connectors.program import begin
 from _dashboard.picture import draw
 from _dashboard.prometheus import RATE_INTERVAL, SCRAPE_S, find_prometheus
 from _dashboard.session import DashboardRecord, DashboardSettings, run
 
-from vllm_pd.bench.servers import exit_on_signals
 from vllm_pd.errors import PDError
-from vllm_pd.model.installation import World, find_installation
 
 DIGITS = 4
 
@@ -85,11 +84,7 @@ def main() -> int:
     """The program."""
     parser = arguments()
     args = parser.parse_args()
-    if not args.model:
-        parser.error("there is no model: enter the environment (. scripts/env.sh) or write --model")
-    if find_installation().world is not World.PLUGIN:
-        parser.error("this needs engine V1: VLLM_PD_ENGINE=v1; export VLLM_PD_ENGINE; . scripts/env.sh")
-    exit_on_signals()
+    begin(parser, args.model)
     try:
         record = run(DashboardSettings(args.model, args.log, find_prometheus(args.prometheus), phase_s=args.phase_s),
                      lambda text: print(time.strftime("%H:%M:%S "), text, flush=True))

@@ -6,8 +6,6 @@ As a command, `vllm serve` with that:
     python tests/v1/quick.py serve MODEL [arguments of vllm serve]
 """
 import contextlib
-import importlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,22 +13,19 @@ import stat
 import sys
 import threading
 import time
+from pathlib import Path
 
-SPIN_S = 0.002  # vLLM: 1 s, for which each worker keeps a core busy after each message
-STARTING = ("vllm.utils.system_utils", "vllm.v1.engine.coordinator", "vllm.v1.engine.utils",
-            "vllm.v1.executor.multiproc_executor")
-SERVE = (sys.executable, __file__, "serve")  # as vllm_pd.ops.launch.plan.SERVE
+SPIN_S = 0.002
 LOOK_AGAIN_MS = 50  # vLLM: 5 s; a notification may be lost
+SERVE = (sys.executable, __file__, "serve")  # as vllm_pd.ops.launch.plan.SERVE
 
 
-def fork_engines() -> None:
-    """From now on the engines of this process are forked from it, and their workers from them, as vLLM does on a GPU.
-    On the CPU it starts each of them anew, which takes 9 s of imports a process. Who waits for a message rests."""
+def make_quick() -> None:
+    """The engines that this process starts from now on are forked from it, and rest while they wait."""
+    from _chaos.forks import fork_engines, spin_for
     from vllm.distributed.device_communicators import shm_broadcast
-    fork = multiprocessing.get_context("fork")
-    for name in STARTING:
-        importlib.import_module(name).get_mp_context = lambda: fork
-    shm_broadcast.SpinCondition.__init__.__defaults__ = (SPIN_S, )
+    fork_engines()
+    spin_for(SPIN_S)
     shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LOOK_AGAIN_MS
 
 
@@ -57,13 +52,14 @@ def leave_listeners() -> None:
             with socket.socket(fileno=os.dup(int(name))) as one:
                 listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.family != socket.AF_UNIX
             if listens:
-                os.dup2(nothing, int(name))  # whoever has that number here may still close it
+                os.dup2(nothing, int(name))  # what has that number here may still close it
     os.close(nothing)
 
 
 if __name__ == "__main__":
     server = os.getpid()
     os.register_at_fork(after_in_child=lambda: leave_listeners() if os.getppid() == server else None)
-    fork_engines()
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/lab"))
+    make_quick()
     from vllm.entrypoints.cli.main import main
     main()

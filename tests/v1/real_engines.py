@@ -91,7 +91,7 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     os.setpgid(0, 0)
     os.environ.update(ENVIRONMENT)
     quick.end_with_parent()
-    quick.fork_engines()
+    quick.make_quick()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     computed = count_tokens()

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry import trace  # which vLLM requires
 from vllm.tracing import extract_trace_context
 
 from vllm_pd.protocol.actions import Event, Fallback, Prefilled, Timed
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span
 
     from vllm_pd.decisions.policy import Decision
     from vllm_pd.protocol.messages import Attempt, Timings
@@ -94,9 +95,8 @@ class PromptSpans:
             return
         span.set_attributes({"pd.outcome": outcome, "pd.peer": peer})
         if fault:
-            from opentelemetry.trace import StatusCode
             span.set_attributes({"pd.fault": fault})
-            span.set_status(StatusCode.ERROR, detail)
+            span.set_status(trace.StatusCode.ERROR, detail)
         span.end(time.time_ns())
         if timings is not None and timings.measured:
             self._add_stages(span, began, timings)
@@ -106,17 +106,13 @@ class PromptSpans:
                 del self._untimed[next(iter(self._untimed))]
 
     def _add_stages(self, span: Span, began: int, timings: Timings) -> None:
-        from opentelemetry.trace import set_span_in_context
-        inside, at = set_span_in_context(span), began
+        inside, at = trace.set_span_in_context(span), began
         for stage in STAGES:
             until = at + round(getattr(timings, f"{stage}_s") * 1e9)
             more = {"pd.bytes": timings.bytes} if stage == "transfer" else {}
-            self._tracer().start_span(f"pd_{stage}", inside, start_time=at, attributes=more).end(until)
+            trace.get_tracer(__name__).start_span(f"pd_{stage}", inside, start_time=at, attributes=more).end(until)
             at = until
 
     def _begin(self, name: str, headers: Mapping[str, str], at: int, attributes: dict[str, Any]) -> Span:
-        return self._tracer().start_span(name, extract_trace_context(headers), start_time=at, attributes=attributes)
-
-    def _tracer(self) -> Tracer:
-        from opentelemetry import trace
-        return trace.get_tracer(__name__)
+        return trace.get_tracer(__name__).start_span(name, extract_trace_context(headers), start_time=at,
+                                                     attributes=attributes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine with our connector joins its peers: the parts of an `V1Handover`, put together."""
+"""How an engine with our connector joins its peers: the parts of a `V1Handover`, put together."""
 from __future__ import annotations
 
 import dataclasses

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from _chaos.engine import COUNTERS_S, GAUGES_S
+from _chaos.forks import fork_engines, spin_for
 from _chaos.looks import counters_of, margin_of, process_counts, watch_fallbacks
 from _chaos.looks_v1 import core_counts, count_objects
 
 PR_SET_PDEATHSIG = 1
-SPIN_S = 0.001  # a worker and its EngineCore spin for 1 s after each message: too much for eight of them on two cores
+SPIN_S = 0.001  # vLLM's 1 s is too much for eight engines on two cores
 FAILED_TOKENS: list[int] = []  # the answer of a request that ended with an error
 
 
@@ -185,13 +186,7 @@ class V1EngineUnderTest:
 
 def _fork_engines(pipe: Connection) -> None:
     """From now on vLLM forks its processes from this one. They end with their parent and leave `pipe` to this one."""
-    import vllm.utils.system_utils
-    import vllm.v1.engine.utils
-    import vllm.v1.executor.multiproc_executor
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-    fork = multiprocessing.get_context("fork")
-    for module in (vllm.utils.system_utils, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
-        module.get_mp_context = lambda: fork
+    fork_engines()
 
     def in_child() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -199,7 +194,7 @@ def _fork_engines(pipe: Connection) -> None:
             pipe.close()
 
     os.register_at_fork(after_in_child=in_child)
-    SpinCondition.__init__.__defaults__ = (SPIN_S, )
+    spin_for(SPIN_S)
 
 
 def _watch_engine_core(reports: Connection) -> None:

@@ -4,8 +4,6 @@
 Imports take most of an engine's start, and are made once in this way. Nothing else differs from `vllm serve`.
 """
 import contextlib
-import importlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,13 +13,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from _chaos.forks import fork_engines
 from _chaos.zygote import Zygote
 
 from vllm_pd.bench.servers import HOST
 from vllm_pd.errors import PDError
 from vllm_pd.ops.client import is_healthy
 
-SPAWNING = ("vllm.utils.system_utils", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 SERVE = "_connectors.serve:serve"
 START_S = 300.0
 
@@ -33,9 +31,7 @@ def serve(pipe: Connection, arguments: list[str], env: dict[str, str], log: str)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    fork = multiprocessing.get_context("fork")
-    for name in SPAWNING:
-        importlib.import_module(name).get_mp_context = lambda: fork
+    fork_engines()
     from vllm.entrypoints.cli.main import main
     sys.argv[:] = ["vllm", "serve", *arguments]
     main()
