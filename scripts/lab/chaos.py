@@ -14,7 +14,7 @@ killed is sent to another one, as a client would do, and counted as such. Before
 blow or fault: the calm run. All that is drawn depends on the seed alone; how the machine schedules the processes does
 not.
 
-Exit status 1, with the seed, if an answer was wrong, a request did not end, an engine is not back at its base, or no
+Exit status 1, with the seed, if an answer was wrong, a request did not end, something is left open in an engine, or no
 prompt was handed over: during the blows, or in the warm-up after them. Also if a process ends by itself.
 """
 import argparse

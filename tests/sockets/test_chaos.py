@@ -189,7 +189,7 @@ def test_a_run_fails_for_each_thing_that_may_not_be():
     assert judged(good) == []
     for found, word in ((judged([*good, request(7, right=False)]), "wrong answers: [7]"),
                         (judged([*good, request(8, end=RequestEnd.OPEN, right=False)]), "unfinished: [8]"),
-                        (judged(good, left={"D1": {"free_blocks": (9, 10)}}), "D1 is not at rest"),
+                        (judged(good, left={"D1": {"used_blocks": 1}}), "D1 is not at rest"),
                         (judged(good, growth={"P1": {"descriptors": (90, 60)}}), "P1 has grown"),
                         (judged(good, handed_over=0), "no prompt was handed over during the blows"),
                         (judged(good, afterwards=recorded(good, 0)), "no prompt was handed over after the last blow"),

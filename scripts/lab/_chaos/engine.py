@@ -4,7 +4,7 @@
 The loop is that of `MQLLMEngine`: it sleeps in `disagg.poll` with the pipe in place of the front end's socket. Commands
 are JSON objects with an `op`. The engine's messages are JSON objects with one key:
 
-    {"ready": {...}}                        incarnation, and the counts at rest
+    {"ready": I}                            it has the incarnation I
     {"end": [id, tokens, times]}            a request has ended; monotonic time of each token (and the margin, if asked)
     {"fallback": [id, reason, peer, time]}  an attempt ended without the KV
     {"gauges": {...}}                       at most every GAUGES_S
@@ -39,7 +39,7 @@ def serve(pipe: Connection, model: str, role: str | None, pd: dict, llm: dict, a
                                                              kv_connector_extra_config=pd)}
     engine = LLMEngine.from_engine_args(EngineArgs(model, **llm))
     served = EngineUnderTest(engine, pipe)
-    pipe.send_bytes(json.dumps({"ready": {"incarnation": served.incarnation, "base": served.stats()}}).encode())
+    pipe.send_bytes(json.dumps({"ready": served.incarnation}).encode())
     served.run()
     if engine.disagg is not None:
         engine.disagg.close()

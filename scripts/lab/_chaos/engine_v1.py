@@ -62,8 +62,8 @@ class V1EngineUnderTest:
 
     async def run(self) -> None:
         """Until a `stop`, or the pipe's end. Raises what ends the engine."""
-        incarnation, base = await self._stats()
-        self._send({"ready": {"incarnation": incarnation, "base": base}})
+        incarnation, _ = await self._stats()
+        self._send({"ready": incarnation})
         loop = asyncio.get_running_loop()
         loop.add_reader(self._pipe.fileno(), self._guarded, self._take_commands)
         loop.add_reader(self._fallbacks.fileno(), self._guarded, self._pass_fallbacks)

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -46,7 +46,7 @@ class ProcessLost(AssertionError):
 
 @dataclass
 class EngineSlot:
-    """The place of one engine. `life` counts its processes; `base`: the counts that the present one began with."""
+    """The place of one engine. `life` counts its processes."""
     name: str
     role: Role | None
     cores: list[int]
@@ -55,7 +55,6 @@ class EngineSlot:
     pid: int = 0
     pipe: Connection | None = None
     incarnation: str = ""
-    base: dict = field(default_factory=dict)
     began_at: float = 0.0
 
     @property
@@ -228,7 +227,7 @@ class ChaosFleet:
             while pipe is slot.pipe and pipe.poll(ANSWER_S if until_end else 0):
                 [(kind, value)] = json.loads(pipe.recv_bytes()).items()
                 if kind == "ready":
-                    slot.incarnation, slot.base = value["incarnation"], value["base"]
+                    slot.incarnation = value
                     if slot.health is SlotHealth.STARTING:
                         slot.health = SlotHealth.UP
                 if kind == "reply":

@@ -34,7 +34,7 @@ def process_counts(without_memory: Collection[int] = ()) -> dict[str, int]:
 
 
 def open_counts(engine) -> dict[str, int]:
-    """All that must be back at its start when nothing is open in this `LLMEngine` (B20)."""
+    """All that must be 0 when nothing is open in this `LLMEngine` (B20)."""
     from vllm.utils import Device
     scheduler, manager, disagg = engine.scheduler[0], engine.scheduler[0].block_manager, engine.disagg
     computed, accessed = manager._computed_blocks_tracker, manager._last_access_blocks_tracker
@@ -47,7 +47,7 @@ def open_counts(engine) -> dict[str, int]:
         "prefill_sending": len(scheduler.prefill_sending),
         "quarantined": len(scheduler.quarantined),
         "block_tables": len(manager.block_tables),
-        "free_blocks": manager.get_num_free_gpu_blocks(),
+        "used_blocks": manager.num_total_gpu_blocks - manager.get_num_free_gpu_blocks(),
         "references": sum(manager.block_allocator._allocators[Device.GPU]._refcounter._refcounts.values()),
         "tracked": len(computed._seq_id_to_blocks_hashes) + len(computed._seq_id_to_num_tokens_computed)
         + len(accessed._seq_last_access),

@@ -15,7 +15,7 @@ def count_objects(worker) -> tuple[int, int]:
 
 
 def core_counts(scheduler, binding) -> dict[str, int]:
-    """All that must be back at its start when nothing is open in this EngineCore (B20). `binding` None: without
+    """All that must be 0 when nothing is open in this EngineCore (B20). `binding` None: without
     disaggregation."""
     pool = scheduler.kv_cache_manager.block_pool
     counts = {
@@ -27,7 +27,7 @@ def core_counts(scheduler, binding) -> dict[str, int]:
         "deferred_frees": len(scheduler.deferred_frees),
         "block_tables": sum(len(one.req_to_blocks) for one in scheduler.kv_cache_manager.coordinator.
                             single_type_managers),
-        "free_blocks": pool.get_num_free_blocks(),
+        "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # but for the null block
         "references": sum(block.ref_cnt for block in pool.blocks if not block.is_null),
     }
     if binding is None:

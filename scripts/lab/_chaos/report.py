@@ -114,7 +114,7 @@ def faults(figures: dict) -> list[str]:
     found += [f"no prompt was handed over {where}" for where, count in (
         ("during the blows", figures["handed_over"]),
         (OTHER_RUNS["afterwards"], figures["afterwards"]["handed_over"])) if not count]
-    found += [f"{place} is not at rest (is, should be): {counts}" for place, counts in figures["not_at_rest"].items()]
+    found += [f"{place} is not at rest: {counts}" for place, counts in figures["not_at_rest"].items()]
     found += [f"{place} has grown (is, was): {counts}" for place, counts in figures["grown_since_calm"].items()]
     return found
 
