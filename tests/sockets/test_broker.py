@@ -6,6 +6,7 @@ import random
 import time
 
 import msgspec
+import psutil
 import pytest
 import zmq
 
@@ -19,7 +20,7 @@ from vllm_pd.broker.registry import GATHER_S, MAX_INCARNATION_BYTES, QueueLimits
 from vllm_pd.broker.server import Broker
 from vllm_pd.errors import ConfigError
 from vllm_pd.protocol import messages as m
-from vllm_pd.rpc import codec
+from vllm_pd.rpc import codec, sockets
 
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 BOUNDS = QueueLimits()
@@ -243,10 +244,11 @@ def test_b80_bind_that_is_taken_or_public_is_refused():
 class Raw:
     """A client that may send anything."""
 
-    def __init__(self, address, name=b""):
+    def __init__(self, address, most_unread=1000):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 200)
+        self.socket.setsockopt(zmq.RCVHWM, most_unread)
         self.socket.connect(address)
 
     def say(self, sender, message):
@@ -424,6 +426,66 @@ def test_a_stranger_can_only_register_and_list(broker, raw):
     assert raw.answer().members == [large]
     raw.say("d", m.Put(job(1)))
     assert raw.next_of(m.PutReply).refusal is m.PutRefusal.NO_PEER
+
+
+def test_b110_answers_that_nobody_reads_take_the_memory_of_a_few(broker, raw):
+    """A stranger asks a thousand times for the whole registry of 2 MB, or for as much of what has changed since."""
+    large = msgspec.structs.replace(member("", m.Role.DECODE), processes=(m.Process(1 << 30, 1 << 40), ) * 1500)
+    for number in range(100):
+        raw.ask(name := f"d{number}", m.Register(msgspec.structs.replace(large, incarnation=name)))
+    reader = Raw(broker.address, most_unread=1)
+    before = psutil.Process().memory_info().rss
+    for number in range(1000):
+        known = (broker._registry.incarnation, 1 + number % 50) if number % 2 else ("", 0)
+        reader.say("stranger", m.ListMembers(*known))
+    reader.say("stranger", m.Withdraw(m.Attempt("stranger", "r", 1)))
+    wait_for(lambda: broker.counts().get("unregistered"), timeout_s=120)
+    assert psutil.Process().memory_info().rss - before < 200 << 20
+    reader.close()
+
+
+def test_b110_a_connection_that_reads_nothing_ends(monkeypatch):
+    """And with it what waits for it. One that only listens stays."""
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "SILENT_MS", 2000)
+    large = msgspec.structs.replace(member("", m.Role.DECODE), processes=(m.Process(1 << 30, 1 << 40), ) * 1500)
+    with serving() as broker, contextlib.ExitStack() as stack:
+        reader, listener = Raw(broker.address, most_unread=1), Raw(broker.address)
+        for one in (reader, listener):
+            stack.callback(one.close)
+        for number in range(50):
+            listener.ask(name := f"d{number}", m.Register(msgspec.structs.replace(large, incarnation=name)))
+        for _ in range(100):  # more than TCP holds
+            reader.say("stranger", m.ListMembers("", 0))
+        port = int(broker.address.rpartition(":")[2])
+
+        def connections() -> int:
+            return sum(one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED
+                       for one in psutil.Process().net_connections("tcp"))
+
+        assert connections() == 2
+        wait_for(lambda: connections() == 1, "the connection stands, and 100 answers wait for it", timeout_s=60)
+        time.sleep(2.5)
+        assert connections() == 1
+        listener.say("d0", m.ListMembers("", 0))
+        while len(listener.next_of(m.Peers).members) < 50:  # updates came before
+            pass
+
+
+def test_b110_what_a_connection_brings_faster_than_it_is_read_waits_where_it_comes_from():
+    context = zmq.Context()
+    listening = sockets.server(context, "tcp://127.0.0.1:0")
+    sender = Raw(sockets.endpoint(listening))
+    sender.socket.setsockopt(zmq.SNDHWM, 1)
+    sender.socket.connect(sockets.endpoint(listening))
+    sent, until = 0, time.monotonic() + 1.5
+    while time.monotonic() < until:
+        with contextlib.suppress(zmq.Again):
+            sender.socket.send(bytes(8 << 20), zmq.NOBLOCK)
+            sent += 1
+    assert sent <= 2 * (sockets.UNREAD_MESSAGES + 4), "8 MiB each, on two connections"
+    sender.close()
+    context.destroy(linger=0)
 
 
 def test_b110_a_name_belongs_to_the_first_connection_that_stands(broker, clock, caplog):

@@ -19,6 +19,7 @@ from vllm_pd.rpc.locality import stays_on_loopback
 
 TICK_S = 0.5
 GATHER_S = 0.1
+FEW_MEMBERS = 32  # in an answer to one that asks; where more have changed, it gets all
 LATE_TTLS = 0.25
 MAX_INCARNATION_BYTES = 64  # others name it in their entries, and those are bounded too
 
@@ -87,6 +88,8 @@ class Registry:
         self._log = ChangeLog()
         self._published = self._log.version
         self._publish_at = math.inf
+        self._whole: m.Peers | None = None  # the last answer with all members
+        self._whole_until = 0.0
         self._looked_at = math.inf  # not yet
         self._jobs: dict[m.Attempt, tuple[m.Job, float]] = {}  # insertion order is the queue's
         self._front: dict[m.Attempt, tuple[m.Job, float]] = {}  # offers that came back, served first
@@ -132,7 +135,7 @@ class Registry:
             self._drop_members(now, [sender])
             return []
         if isinstance(message, m.ListMembers):
-            return [(sender, self._update(message.broker, message.version))]
+            return [(sender, self._answer(now, message.broker, message.version))]
         self.counters["unexpected"] += 1
         return []
 
@@ -205,7 +208,7 @@ class Registry:
                 self._changed(now, sender)
             entry.hear(member)
         if message.broker != self.incarnation or not self._published <= message.version <= self.version:
-            return [(sender, self._update(message.broker, message.version))]
+            return [(sender, self._answer(now, message.broker, message.version))]
         tokens = self._tokens_before(member) if member.role.decodes else None
         return [(sender, m.Heard(self.incarnation, len(self), tokens, prefill_loads(member, self.members())))]
 
@@ -320,6 +323,16 @@ class Registry:
         update = self._update(self.incarnation, self._published)
         self._published, self._publish_at = self.version, math.inf
         return [(name, update) for name in self._entries]
+
+    def _answer(self, now: float, broker: str, version: int) -> m.Peers:
+        """An update for one that asks. A large one is the same for all that ask within GATHER_S: whoever asks a
+        thousand times has one in the broker's memory."""
+        update = self._update(broker, version)
+        if len(update.members) <= FEW_MEMBERS:
+            return update
+        if self._whole is None or self._whole.version != self.version or now >= self._whole_until:
+            self._whole, self._whole_until = self._update("", 0), now + GATHER_S
+        return self._whole
 
     def _update(self, broker: str, version: int) -> m.Peers:
         """What one that knows this version of this broker's registry has to know."""

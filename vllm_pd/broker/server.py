@@ -43,7 +43,7 @@ class Broker:
         self._context = zmq.Context()
         gate = None if keys is None else Gate(self._context, keys)
         try:
-            self._socket = sockets.server(self._context, bind, keys)
+            self._socket = sockets.server(self._context, bind, keys, ends_when_silent=True)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError("bind", bind, f"{error}; choose a free address like tcp://127.0.0.1:5700") from error
@@ -52,7 +52,8 @@ class Broker:
         self._poller.watch(self._socket)
         self._registry = Registry(uuid.uuid4().hex, limits or QueueLimits(ttl_s=ttl_s), local_only=keys is None)
         self._routes: dict[str, bytes] = {}
-        self._encoded: tuple[m.Message | None, bytes | None] = (None, None)
+        self._encoded: tuple[m.Message | None, bytes | zmq.Frame | None] = (None, None)
+        self._shared = sockets.SharedFrames()
         self._has_keys = keys is not None
         self._stopping = False
         self._quiet_until_s: dict[str, float] = {}
@@ -163,13 +164,14 @@ class Broker:
                 gone = result is sockets.SendResult.UNREACHABLE
                 queue.extend(self._registry.undeliverable(self._clock(), to, message, gone))
 
-    def _encode(self, message: m.Message) -> bytes | None:
+    def _encode(self, message: m.Message) -> "bytes | zmq.Frame | None":
         """Its frame; None, and counted, where it would be too large, as members may be too many for one. One update of
         the registry goes to all members, one after the other, and is encoded once."""
         if message is not self._encoded[0]:
             self._encoded = (message, None)
             try:
-                self._encoded = (message, codec.encode(self._registry.incarnation, message))
+                frame = codec.encode(self._registry.incarnation, message)
+                self._encoded = (message, self._shared.share(frame))
             except codec.BadFrame:
                 self.counters["frame_too_large"] += 1
         return self._encoded[1]

@@ -282,7 +282,7 @@ class ControlSockets:
         result = SendResult.UNREACHABLE
         if socket is not None:
             try:
-                frame = codec.encode(self._incarnation, message)
+                frame = self._shared.share(codec.encode(self._incarnation, message))
                 result = sockets.send(socket, frame) if route is None else sockets.send(socket, route, frame)
             except codec.BadFrame:
                 self.counters["frame_too_large"] += 1

@@ -19,7 +19,11 @@ from vllm_pd.rpc.codec import MAX_FRAME_BYTES
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.locality import needs_ipv6
 
-HIGH_WATER_MESSAGES = 1000
+HIGH_WATER_MESSAGES = 1000  # of ours, that wait for a connection
+# Of those that a connection has brought, not read yet: with MAX_FRAME_BYTES its bound in bytes. The rest waits where it
+# comes from. More make nothing faster.
+UNREAD_MESSAGES = 16
+SHARED_BYTES = 1 << 16  # of a frame from which on equal ones share their memory
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 500
 HANDSHAKE_MS = 2000
@@ -59,7 +63,7 @@ def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
     socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -69,8 +73,10 @@ def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
     return socket
 
 
-def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.Socket:
-    """A bound ROUTER. Raises zmq.ZMQError where the address can't be had."""
+def server(context: zmq.Context, address: str, keys: Keys | None = None,
+           ends_when_silent: bool = False) -> zmq.Socket:
+    """A bound ROUTER. `ends_when_silent`: a connection whose other end answers nothing for SILENT_MS ends, and with it
+    what waits to be read there. Raises zmq.ZMQError where the address can't be had."""
     socket = _bounded(context, zmq.ROUTER, address)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if keys is not None:
@@ -78,6 +84,8 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None) -> zmq.
         socket.curve_secretkey = keys.secret
         socket.zap_domain = gate.DOMAIN
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no client is admitted
+    if ends_when_silent:
+        _end_when_silent(socket)
     try:
         socket.bind(address[:-2] + ":*" if address.endswith(":0") else address)
     except zmq.ZMQError:
@@ -160,7 +168,24 @@ def endpoint(socket: zmq.Socket) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def send(socket: zmq.Socket, *frames: bytes) -> SendResult:
+class SharedFrames:
+    """The last large frame. Whoever asks again and again and reads nothing has many answers wait: they are equal, and
+    take the memory of one."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._frame = zmq.Frame()
+
+    def share(self, frame: bytes) -> "bytes | zmq.Frame":
+        """What is to be sent for it."""
+        if len(frame) < SHARED_BYTES:
+            return frame
+        if frame != self._bytes:
+            self._bytes, self._frame = frame, zmq.Frame(frame)
+        return self._frame
+
+
+def send(socket: zmq.Socket, *frames: "bytes | zmq.Frame") -> SendResult:
     """Never blocks."""
     try:
         socket.send_multipart(frames, zmq.NOBLOCK)
