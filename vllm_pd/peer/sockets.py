@@ -55,6 +55,7 @@ class ControlSockets:
         self._monitored: dict[zmq.Socket, WatchedConnection] = {}  # by monitor
         self._hello: m.Hello | None = None  # the last one to a decode engine; it is the same for all
         self._hello_reply: m.HelloReply | None = None  # the last one to a prefill engine; it is the same for all
+        self._shared = sockets.SharedFrames()
         self._owners = NameOwners(self._stands, time.monotonic)
         self._disconnected: set[str] = set()  # decode engines
         self._routes: collections.OrderedDict[str, bytes] = collections.OrderedDict()

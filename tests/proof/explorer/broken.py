@@ -5,10 +5,10 @@
 """
 import dataclasses
 from dataclasses import dataclass
-
 from explorer.model import Shape
 from explorer.world import Scene
 from vllm_pd.protocol import messages as m
+from vllm_pd.protocol.actions import FallbackReason
 from vllm_pd.protocol.decode import DecodeProtocol
 from vllm_pd.protocol.generations import Generations
 from vllm_pd.protocol.jobs import JobState
@@ -140,6 +140,17 @@ class FencesWithTheRenewal(Generations):
         return actions + [action for half in halves for action in half.retired(now)]
 
 
+class EndsAllWithOne(DecodeProtocol):
+    """Once the older agents are destroyed, everything that was in doubt has ended: also what was granted in the present
+    generation."""
+
+    def retired(self, now):
+        actions = super().retired(now)
+        for record in [one for one in self._records.values() if one.fenced and one.state.ended and one.is_elsewhere]:
+            actions += self._p_stopped(now, record, FallbackReason.LEASE, "")
+        return actions
+
+
 class WritesInTheNewest(PrefillProtocol):
     """A job is written to D's present agents, whichever it was granted in."""
 
@@ -244,6 +255,9 @@ VARIANTS = [
             Scene(false_deaths=1, shape=Shape(far=True, ranks=2, first_is_all=True)), 12, "may reuse"),
     Variant("far: granted in one generation, written in another",
             Scene(false_deaths=2, shape=Shape(far=True, requests=2, blocks=4, prefill_type=WritesInTheNewest)), 14,
+            "may reuse"),
+    Variant("far: two doubts, the end of the first taken for that of both",
+            Scene(false_deaths=2, shape=Shape(far=True, requests=2, blocks=4, decode_type=EndsAllWithOne)), 14,
             "may reuse"),
     Variant("far: P forgets what may land when D has new agents",
             Scene(false_deaths=1, drifts=1, shape=Shape(far=True, prefill_type=TakesTheNewForTheEnd)), 14, "may reuse"),
