@@ -29,11 +29,13 @@ MAX_RANKS = 64  # of one engine, over all pipeline stages
 
 class PeerMetadata(msgspec.Struct, frozen=True, array_like=True):
     """What a peer needs to know of one rank: its name, how to reach its memory, and the layout of its cache. `listens`:
-    at which addresses of TCP, as far as it does; one of an older release does not say."""
+    at which addresses of TCP, as far as it does. `identity`: where it has what proves its name
+    (`transfer.nixl.identity`). Of an older release they are empty and 0."""
     name: str
     agent: bytes  # the library's own metadata
     cache: CacheDescription
     listens: tuple[str, ...] = ()
+    identity: int = 0
 
     def encode(self) -> bytes:
         """A CRC-32 and the message.

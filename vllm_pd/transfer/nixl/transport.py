@@ -56,8 +56,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.layout import CacheDescription, regions
+from vllm_pd.transfer.layout import CacheDescription, Memory, regions
 from vllm_pd.transfer.nixl.agent import NixlAgent, TransferState
+from vllm_pd.transfer.nixl.identity import DIGEST_BYTES, Identity, Proofs
 from vllm_pd.transfer.plan import (
     Lane,
     by_token,
@@ -84,6 +85,7 @@ class _NixlPeer(NamedTuple):
     """A peer that was added."""
     metadata: bytes
     cache: CacheDescription
+    identity: int
     lanes: list[Lane]
     lists: tuple[int, int] | None  # handles of the prepared descriptors of both caches, lane by lane; None without them
     runs: tuple[np.ndarray, np.ndarray] | None  # without lists: the lanes in both caches, for `run_descriptors`
@@ -124,8 +126,12 @@ class NixlTransport:
         self._unseen = False  # whether a notice was sent without data since the last poll
         self._registered = self._agent.register([(address, size, description.device_id)
                                                  for address, size in regions(caches)], description.memory)
-        self._metadata = PeerMetadata(name, self._agent.metadata(), description,
-                                      self._agent.listens).encode()
+        self._identity, self._proofs = Identity(name), Proofs()
+        self._registered_proofs = self._agent.register(
+            [(self._identity.address, DIGEST_BYTES, 0), (self._proofs.address, self._proofs.size_bytes, 0)],
+            Memory.DRAM)
+        self._metadata = PeerMetadata(name, self._agent.metadata(), description, self._agent.listens,
+                                      self._identity.address).encode()
         self._peers: dict[str, _NixlPeer] = {}
         self._dropped: set[str] = set()  # peers to remove after their last transfer has ended
         self._parted: set[str] = set()  # peers with which a transfer has failed
@@ -163,7 +169,7 @@ class NixlTransport:
             if loaded not in self._peers:
                 _quietly(agent.remove_peer, loaded)
             raise
-        self._peers[name] = _NixlPeer(metadata, theirs.cache, lanes, lists, runs)
+        self._peers[name] = _NixlPeer(metadata, theirs.cache, theirs.identity, lanes, lists, runs)
         self._meeting = self.needs_polls
 
     def drop_peer(self, name: str) -> None:
@@ -260,7 +266,9 @@ class NixlTransport:
         for prepared in self._local_lists.values():
             _quietly(agent.release_prepared, prepared)
         self._local_lists.clear()
-        _quietly(agent.deregister, self._registered)
+        self._identity.clear()
+        for registered in (self._registered, self._registered_proofs):
+            _quietly(agent.deregister, registered)
         self._agent, self._former = None, agent
         agent.destroy()
         return ended
@@ -300,7 +308,8 @@ class NixlTransport:
             raise TransferError(f"transfer {key}: {error}") from error
 
     def _post(self, key: str, peer: str, local: list[int], remote: list[int], notice: bytes | None) -> None:
-        """Post the first wave of a transfer. `notice` is None for a read."""
+        """Post the first wave of a transfer: where the peer is not proven yet, what proves it. `notice` is None for a
+        read."""
         started_s = time.monotonic()
         target = self._peers[peer]
         blocks = len(local) if target.lists else max(1, WAVE_DESCRIPTORS // len(target.lanes))
@@ -309,6 +318,8 @@ class NixlTransport:
             part = slice(start, start + blocks)
             sent = b"" if waves and notice is not None else notice  # the last wave comes first here
             waves.append(functools.partial(self._make, peer, local[part], remote[part], sent))
+        if target.identity and not self._proofs.is_proven(peer):
+            waves.append(functools.partial(self._make_proof, peer))
         nbytes = len(local) * sum(lane.bytes for lane in target.lanes)
         self._open[key] = _PostedTransfer(waves.pop()(), peer, nbytes, started_s, waves, notice is None)
         self._settle(key, self._live_agent().post)
@@ -324,6 +335,22 @@ class NixlTransport:
         ours, theirs = target.runs
         return agent.make_unprepared(run_descriptors(local, ours, self._cache), self._cache.memory,
                                      run_descriptors(remote, theirs, target.cache), target.cache.memory, peer, notice)
+
+    def _make_proof(self, peer: str) -> int:
+        """Make the read of what proves the peer. Returns its handle."""
+        try:
+            local = self._proofs.slot(peer)
+        except IndexError:
+            raise TransferError("too many peers are met at a time") from None
+        ours, theirs = (np.array([(address, DIGEST_BYTES, 0)], dtype=np.uint64)
+                        for address in (local, self._peers[peer].identity))
+        return self._live_agent().make_unprepared(ours, Memory.DRAM, theirs, Memory.DRAM, peer, None)
+
+    def _require_proof(self, peer: str) -> None:
+        """Raises TransferError, and parts the peer, where the first wave has found another agent in its place."""
+        if self._peers[peer].identity and not self._proofs.prove(peer):
+            self._parted.add(peer)
+            raise TransferError(f"another agent listens where {peer} did")
 
     def _give_up(self, key: str, why: str) -> None:
         """Let the transfer end with `ok` false. This does not end it sooner."""
@@ -351,6 +378,7 @@ class NixlTransport:
         it is under way. Returns whether it was made."""
         transfer = self._open[key]
         try:
+            self._require_proof(transfer.peer)
             handle = transfer.waves[-1]()
         except TransferError as error:
             self._end(key, str(error))
@@ -394,6 +422,7 @@ class NixlTransport:
     def _remove(self, name: str) -> None:
         self._dropped.discard(name)
         self._parted.discard(name)
+        self._proofs.forget(name)
         lists = self._peers.pop(name).lists
         if lists is not None:
             _quietly(self._live_agent().release_prepared, lists[1])
