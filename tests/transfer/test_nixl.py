@@ -72,12 +72,14 @@ def cpu_s(pid):
 
 
 @pytest.mark.parametrize("request_", [CancelTransfer("k"), DropTransferPeer("d-stopped")], ids=["cancel", "drop"])
-def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, request_):
-    """The peer stands still before the connection is made, so the write can't end. Once it goes on, it does."""
+def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, monkeypatch, request_):
+    """The peer stands still, so a write over TCP can't end. Once it goes on, it does."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
     p = rank("p-stopped", progress_thread=isinstance(request_, DropTransferPeer))
-    with receiver("d-stopped") as peer:
+    with receiver("d-stopped", environ={"UCX_TLS": "tcp"}) as peer:
+        connect(p, peer)
         freeze(peer.process.pid)
-        p.worker.execute([AddTransferPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"]), request_])
+        p.worker.execute([Write("k", peer.name, [0], [0], [b"n"]), request_])
         deadline_s = time.monotonic() + 0.5
         while time.monotonic() < deadline_s:
             assert p.worker.take_progress().finished == []
@@ -89,11 +91,29 @@ def test_b22_b25_a_write_given_up_is_not_reported_ended_while_it_may_land(rank, 
         assert peer.answer() == [(p.name, b"n")], "it did land: whoever gave it up must not believe otherwise"
 
 
+def test_b22_of_a_write_given_up_before_the_connection_is_made_nothing_lands(rank):
+    """The peer stands still meanwhile. Once it goes on, it is seen who it is, and that is all."""
+    p = rank("p-early", start=7)
+    with receiver("d-early") as peer:
+        before = peer.ask("memory")
+        freeze(peer.process.pid)
+        p.worker.execute([AddTransferPeer(peer.name, peer.metadata), Write("k", peer.name, [0], [0], [b"n"]),
+                          CancelTransfer("k")])
+        deadline_s = time.monotonic() + 0.5
+        while time.monotonic() < deadline_s:
+            assert p.worker.take_progress().finished == []
+        os.kill(peer.process.pid, signal.SIGCONT)
+        end = finish(p, ["k"])["k"]
+        assert (end.ok, end.error, end.may_land) == (False, "cancelled", False) and p.worker.live_handles() == 0
+        assert peer.ask("poll", 1, 0.2) == [] and (peer.ask("memory") == before).all()
+
+
 @pytest.mark.parametrize("connected", [False, True], ids=["new", "connected"])
-def test_b27_a_write_whose_peer_is_killed_in_the_middle_says_that_it_may_land(rank, connected):
+def test_b27_a_write_whose_peer_is_killed_in_the_middle_says_that_it_may_land(rank, monkeypatch, connected):
     """Of what was under way the library knows nothing any more. Then nothing more is posted to this peer."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
     p = rank("p-middle", progress_thread=False)
-    with receiver("d-middle") as peer:
+    with receiver("d-middle", environ={"UCX_TLS": "tcp"}) as peer:
         if connected:
             connect(p, peer)
         else:

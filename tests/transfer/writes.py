@@ -2,7 +2,7 @@
 """What the tests of the transports do with two ranks."""
 import time
 
-from vllm_pd.transfer.requests import AddTransferPeer, Write
+from vllm_pd.transfer.requests import AddTransferPeer, Read, Write
 
 
 def finish(rank, keys, timeout_s=60.0):
@@ -23,7 +23,8 @@ def send(rank, peer, key, local, remote, notice=b"n"):
 
 
 def connect(rank, peer):
-    """Add the peer and let a first notice through, so that the connection stands on both sides."""
+    """Add the peer, let a first notice through and read a block, so that the connection stands on both sides and is
+    proven (`transfer.nixl.identity`). No memory is changed."""
     rank.worker.execute([AddTransferPeer(peer.name, peer.metadata)])
     peer.tell("poll", 1, 60.0)
     send(rank, peer, "hello", [], [])
@@ -31,3 +32,8 @@ def connect(rank, peer):
     while not peer.pipe.poll(0.001):
         rank.worker.take_progress()
     assert peer.answer() == [(rank.name, b"n")]
+    before = [layer.clone() for layer in rank.memory]
+    rank.worker.execute([Read("proof", peer.name, [0], [0])])
+    assert finish(rank, ["proof"])["proof"].ok
+    for layer, had in zip(rank.memory, before, strict=True):
+        layer.copy_(had)
