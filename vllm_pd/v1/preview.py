@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine would say at its start, from its command line alone: a program of its own, which `vllm-pd doctor --for`
+runs (`vllm_pd.ops.for_command`).
+
+vLLM parses the line and makes the configuration as `vllm serve` does; our part of that (`vllm_pd.v1.claim`) refuses it
+or takes it over, as at a start. Nothing is listed here a second time. Two things differ: what only this machine or the
+model's files decide is asked as far as no port and no weights are needed (`_Host`), and vLLM looks for models in the
+hub's cache alone.
+
+vLLM is imported once, then each line is looked at in a fork of the program, so that it has a command line of its own,
+which the checks look at, too.
+"""
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_pd.errors import ConfigError, MissingPackage, PDError
+from vllm_pd.protocol.messages import Fingerprint, Member
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.v1.request import Request
+
+    from vllm_pd.settings.engine import PDConfig
+
+LINES, REPLY = "lines.json", "reply-{}"  # files of the folder that the program is given
+STORE_CONNECTOR = "PDStoreConnector"
+SALT_CHARS = 1 << 16  # more than any job carries
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why something can't be, and what to do about it."""
+    fact: str
+    cure: str
+
+    @classmethod
+    def of(cls, error: PDError) -> Refusal:
+        """That of an error of ours."""
+        if isinstance(error, ConfigError):
+            return cls(f"{error.key}={error.value!r} can't be used", error.cure)
+        if isinstance(error, MissingPackage):
+            return cls(f"not installed: {', '.join(error.modules)}", error.cure)
+        return cls(f"vllm refuses it: {error}", "change the line as that says: it is vLLM's own error, and comes without "
+                   "disaggregation, too")
+
+
+class _VllmError(PDError):
+    """vLLM itself refuses the configuration."""
+
+
+class Preview(msgspec.Struct):
+    """What became of one command line. Exactly one of `usage`, `refusal` and `engine` is set."""
+    usage: str = ""  # vLLM's own message, if this is no command line of it
+    refusal: Refusal | None = None
+    engine: str = ""  # what it would be
+    device: str = ""  # of which vLLM made the configuration
+    is_guessed: bool = False  # there is no device here, so it was made for the CPU
+    member: Member | None = None  # as it would register, as far as that is known; None without PDConnector
+    broker: str = ""
+    backend: str = ""  # of attention, if the line names one
+    stays: list[str] = []  # prompts that no peer prefills
+    here: list[Refusal] = []  # of this machine
+    weights: Refusal | None = None  # there are none here
+
+
+def main() -> None:
+    """Look at the lines of a folder, one list of words each, and leave one reply of each there."""
+    folder = Path(sys.argv[1])
+    lines = json.loads((folder / LINES).read_text())
+    is_guessed = _choose_platform()
+    import vllm.engine.arg_utils
+    import vllm.entrypoints.cli.serve  # noqa: F401  now, for all lines
+    for number, words in enumerate(lines):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        try:
+            sys.argv = ["vllm", "serve", *words]
+            preview = preview_line(words)
+            preview.is_guessed = is_guessed
+            file = folder / REPLY.format(number)
+            file.with_suffix(".part").write_bytes(msgspec.json.encode(preview))
+            file.with_suffix(".part").rename(file)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)  # whatever vLLM would do at an exit is the program's
+
+
+def _choose_platform() -> bool:
+    """Without a device vLLM makes no configuration. Have it make one for the CPU, as `vllm bench` does. Returns whether
+    that was needed."""
+    from vllm import platforms
+    if not platforms.current_platform.is_unspecified():
+        return False
+    from vllm.platforms.cpu import CpuPlatform
+    platforms.current_platform = CpuPlatform()
+    return True
+
+
+def preview_line(words: list[str]) -> Preview:
+    """What `vllm serve` with these words would say. `sys.argv` must have them, too."""
+    from vllm.platforms import current_platform
+
+    from vllm_pd.v1.claim import rehearse
+    preview = Preview(device=current_platform.device_type)
+    arguments = _parse(words, preview)
+    if arguments is None:
+        return preview
+    host = _Host()
+    rehearse(host.ask)
+    try:
+        _find_model("model", arguments.model, arguments.revision)
+        drafter = (arguments.speculative_config or {}).get("model")
+        if drafter is not None and "/" in drafter:
+            _find_model("speculative_config.model", drafter, (arguments.speculative_config or {}).get("revision"))
+        _describe(_make_config(arguments), preview)
+    except PDError as error:
+        preview.refusal = Refusal.of(error)
+    preview.here, preview.weights = host.refusals, host.weights
+    return preview
+
+
+def _parse(words: list[str], preview: Preview) -> argparse.Namespace | None:
+    """By vLLM's own parser for `vllm serve`. None, and the message is in the preview, if it takes them for none."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    parser = FlexibleArgumentParser(prog="vllm")
+    below = parser.add_subparsers(dest="subparser")
+    (serve, ) = [command for command in cmd_init() if command.name == "serve"]
+    serve.subparser_init(below)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+            arguments = parser.parse_args(["serve", *words])
+            serve.validate(arguments)
+    except SystemExit as end:
+        lines = said.getvalue().strip().splitlines()
+        preview.usage = lines[-1] if end.code and lines else "with that, vllm serve says something and ends"
+        return None
+    except Exception as error:  # what a flag's value or a file of flags is not
+        preview.usage = f"vllm serve: error: {_words_of(error)}"
+        return None
+    if arguments.model_tag is not None:
+        arguments.model = arguments.model_tag
+    return arguments
+
+
+def _find_model(key: str, name: str, revision: str | None) -> None:
+    """The model's configuration must be on this machine. Raises ConfigError."""
+    if Path(name).exists():
+        return
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    try:
+        found = [try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", "params.json")]
+    except HFValidationError:
+        found = []
+    if not any(isinstance(one, str) for one in found):
+        raise ConfigError(key, name, "it is neither a folder here nor in the hub's cache, and nothing is downloaded for "
+                          "this, so nothing about the model can be known: write a folder that has its config.json, or "
+                          f"download that file first: hf download {name} config.json")
+
+
+def _make_config(arguments: argparse.Namespace) -> VllmConfig:
+    """As a server makes it. Raises _VllmError, ConfigError where the plugin refuses it or was not asked."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from vllm_pd.v1.plugin import CONNECTOR
+    from vllm_pd.v1.settings import read_settings
+    try:
+        config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except PDError:
+        raise
+    except Exception as error:  # vLLM raises whatever it likes
+        raise _VllmError(_words_of(error)) from error
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        read_settings(config)  # raises where the plugin did not come to it
+    return config
+
+
+def _words_of(error: Exception) -> str:
+    """The message of an error of vLLM in one line; of pydantic's without what surrounds it."""
+    from pydantic import ValidationError
+    if isinstance(error, ValidationError):
+        return "; ".join(one["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+                         for one in error.errors())
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class _Host:
+    """In place of `vllm_pd.v1.claim.check_host`: without binding a named port, a NIXL agent, or weights."""
+
+    def __init__(self) -> None:
+        self.refusals: list[Refusal] = []
+        self.weights: Refusal | None = None
+
+    def ask(self, config: VllmConfig, ours: PDConfig) -> None:
+        """What can be asked here. Raises ConfigError for weights that could never be told from a peer's."""
+        from vllm_pd.extras import require_extra
+        from vllm_pd.model.checks import check_bind, check_meeting
+        from vllm_pd.model.fingerprint import pin_files
+        from vllm_pd.rpc.nats_address import NatsAddress
+        self._note(lambda: check_bind(ours.bind))
+        self._note(lambda: check_meeting(ours.bind, ours.broker))
+        if NatsAddress.is_url(ours.broker):
+            self._note(lambda: require_extra("nats"))
+        for model, load in _models(config):
+            try:
+                pin_files(model, load)
+            except ConfigError as error:
+                if error.key != "model" or not Path(model.model).is_dir():
+                    raise
+                self.weights = Refusal.of(error)
+
+    def _note(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except PDError as error:
+            self.refusals.append(Refusal.of(error))
+
+
+def _models(config: VllmConfig) -> Iterator[tuple[ModelConfig, LoadConfig]]:
+    """Those whose weights are loaded, and how."""
+    from vllm_pd.model.drafter import keeps_kv
+    yield config.model_config, config.load_config
+    if keeps_kv(config):
+        drafting = config.speculative_config
+        yield drafting.draft_model_config, drafting.draft_load_config or config.load_config
+
+
+def _describe(config: VllmConfig, preview: Preview) -> None:
+    """What an engine with this configuration, which was not refused, would be. Raises ConfigError."""
+    from vllm_pd.settings.engine import PDConfig
+    from vllm_pd.v1.plugin import CONNECTOR
+    from vllm_pd.v1.settings import read_settings
+    model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
+    connector = None if transfer is None else transfer.kv_connector
+    if connector == STORE_CONNECTOR:
+        _check_store(config)
+        preview.engine = f"{STORE_CONNECTOR}: {model.architecture}, which shares blocks with its host, and no prefill"
+        return
+    if connector != CONNECTOR:
+        raise ConfigError("kv_connector", connector, f"write \"kv_connector\": \"{CONNECTOR}\" into "
+                          "--kv-transfer-config: as it is, this engine would serve, and work with no other of vllm-pd")
+    settings = read_settings(config)
+    ours = PDConfig.parse(settings.kv_role, settings.extra)
+    preview.broker = ours.broker
+    backend = config.attention_config.backend
+    preview.backend = "" if backend is None else backend.name
+    preview.member = Member("preview", ours.role, "", known_fingerprint(config, ours))
+    parts = [settings.kv_role, model.architecture, str(model.dtype).removeprefix("torch."),
+             f"TP {parallel.tensor_parallel_size}", f"PP {parallel.pipeline_parallel_size}"]
+    if parallel.data_parallel_size > 1:
+        parts.append(f"DP {parallel.data_parallel_size}")
+    if config.speculative_config is not None:
+        parts.append(f"drafts by {config.speculative_config.method}")
+    preview.engine = f"{', '.join(parts)}; broker {ours.broker}"
+    if ours.role.decodes:
+        preview.stays = list(stays_here(config, ours))
+
+
+def _check_store(config: VllmConfig) -> None:
+    """As this connector does once it is made."""
+    from vllm_pd.model.store_checks import check_storing
+    from vllm_pd.settings.store import StoreSettings
+    check_storing(config)
+    StoreSettings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
+
+
+def known_fingerprint(config: VllmConfig, ours: PDConfig) -> Fingerprint:
+    """The engine's fingerprint, as far as it is known before the model is loaded, so that two of them may be compared:
+    without the weights of a folder, and with the backend and the layout left to vLLM unless the line says other."""
+    from vllm import envs
+
+    from vllm_pd.model.drafter import drafter_layers
+    from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
+    from vllm_pd.v1.fingerprint import fingerprint, total_kv_heads
+    model, cache = config.model_config, config.cache_config
+    order = envs.VLLM_KV_CACHE_LAYOUT or "HN"
+    layout = Layout.KV_HEADS_FIRST if order.index("H") < order.index("N") else Layout.KV_TOKENS_FIRST
+    layers = model.get_total_num_hidden_layers() + drafter_layers(config)
+    described = CacheDescription(  # of which only type, layout and numbers of tokens and layers count
+        layout, Memory.DRAM, 0, str(model.dtype).removeprefix("torch."), num_blocks=1, block_size=cache.block_size,
+        head_size=model.get_head_size(), first_head=0, kv_heads=total_kv_heads(config), first_layer=0, layers=layers,
+        block_bytes=1, block_stride_bytes=1, planes=(0, ) * layers)
+    return msgspec.structs.replace(
+        fingerprint(_without_weights(config), described, "", _windows(config),
+                    "recurrent" if model.has_inner_state else ""), transport=ours.transport)
+
+
+def _without_weights(config: VllmConfig) -> VllmConfig:
+    """The configuration, as if no weights of a folder were loaded: they would be read to tell two models apart."""
+    config, drafting = copy.copy(config), copy.copy(config.speculative_config)
+    load = dataclasses.replace(config.load_config, load_format="dummy")
+    if drafting is not None and drafting.draft_model_config is not None:
+        own = drafting.draft_load_config or config.load_config
+        drafting.draft_load_config = load if Path(drafting.draft_model_config.model).exists() else own
+    config.speculative_config = drafting
+    if Path(config.model_config.model).exists():
+        config.load_config = load
+    return config
+
+
+def _windows(config: VllmConfig) -> tuple[int, ...]:
+    """Whether layers with a window are in groups of their own: one of each, which is enough to see who does other."""
+    if config.scheduler_config.disable_hybrid_kv_cache_manager or config.model_config.has_inner_state:
+        return ()
+    model = config.model_config.hf_text_config
+    window = getattr(model, "sliding_window", None)
+    return (0, window) if window and "sliding_attention" in (getattr(model, "layer_types", None) or ()) else ()
+
+
+def stays_here(config: VllmConfig, ours: PDConfig) -> Iterator[str]:
+    """The kinds of prompts that this engine would hand over to nobody: `vllm_pd.v1.features` is asked about one of
+    each that this configuration can have, and the settings about short ones."""
+    from vllm_pd.v1.adapters import AdapterBook
+    from vllm_pd.v1.features import can_go_remote
+    if ours.decides_by_time:
+        yield "prompts that it computes sooner itself (max_local_prefill_tokens auto)"
+    else:
+        yield f"prompts with up to {ours.max_local_prefill_tokens} tokens that are not cached (max_local_prefill_tokens)"
+    book = AdapterBook(config.lora_config, None, False)
+    for name, request in _samples(config):
+        if not can_go_remote(request, book):
+            yield name
+
+
+def _samples(config: VllmConfig) -> Iterator[tuple[str, Request]]:
+    """One request of each kind that may matter, and its name."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    def request(params: dict[str, Any] | None = None, tokens: list[int] | None = None, **more: Any) -> Request:
+        made = SamplingParams(max_tokens=1, **(params or {}))
+        return Request("preview", [1] if tokens is None else tokens, made, None, **more)
+
+    yield "plain prompts", request()
+    yield "prompts whose tokens' logprobs are asked for (prompt_logprobs)", request({"prompt_logprobs": 1})
+    yield "prompts that are to read no prefix cache", request({"skip_reading_prefix_cache": True})
+    yield "prompts with a cache_salt that no job carries", request(cache_salt="x" * SALT_CHARS)
+    yield "prompts that are still coming in (streaming input)", request(resumable=True)
+    if config.model_config.is_multimodal_model:
+        yield "prompts with images, audio or video", request(mm_features=[_media()])
+    if config.model_config.enable_prompt_embeds:
+        yield "prompts of embeddings", request(prompt_embeds=_embeds())
+
+
+def _media() -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    return MultiModalFeatureSpec(data=None, modality="image", identifier="preview",
+                                 mm_position=PlaceholderRange(offset=0, length=1))
+
+
+def _embeds() -> Any:
+    import torch
+    return torch.zeros(1, 1)
