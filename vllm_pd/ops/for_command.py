@@ -119,12 +119,14 @@ def _run(lines: Sequence[Sequence[str]], env: dict[str, str]) -> Iterator[Previe
                 end = "it took too long"
             finally:
                 _kill(program)
-        said = (folder / "log").read_text(errors="replace").strip().splitlines() or [""]
         for number, words in enumerate(lines):
             reply = folder / REPLY.format(number)
             if not reply.is_file():
-                raise ConfigError(FLAG, shlex.join(words), f"what looks at it gave no answer ({end}; {said[-1]}): look "
-                                  "whether vllm can be imported (vllm-pd doctor)")
+                error = reply.with_suffix(".error")
+                said = (error if error.is_file() else folder / "log").read_text(errors="replace").strip().splitlines()
+                raise ConfigError(FLAG, shlex.join(words), f"what looks at it gave no answer ({end}; "
+                                  f"{said[-1] if said else 'it said nothing'}): look whether vllm can be imported "
+                                  "(vllm-pd doctor)")
             yield msgspec.json.decode(reply.read_bytes(), type=Preview)
 
 

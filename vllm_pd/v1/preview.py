@@ -97,9 +97,8 @@ def main() -> None:
             file.with_suffix(".part").write_bytes(msgspec.json.encode(preview))
             file.with_suffix(".part").rename(file)
         except BaseException:
-            traceback.print_exc()
+            (folder / REPLY.format(number)).with_suffix(".error").write_text(traceback.format_exc())
         finally:
-            sys.stderr.flush()
             os._exit(0)  # whatever vLLM would do at an exit is the program's
 
 
@@ -119,13 +118,12 @@ def preview_line(words: list[str]) -> Preview:
     from vllm.platforms import current_platform
 
     from vllm_pd.v1.claim import rehearse
-    preview = Preview(device=current_platform.device_type)
-    arguments = _parse(words, preview)
-    if arguments is None:
-        return preview
-    host = _Host()
+    preview, host = Preview(device=current_platform.device_type), _Host()
     rehearse(host.ask)
     try:
+        arguments = _parse(words, preview)
+        if arguments is None:
+            return preview
         _find_model("model", arguments.model, arguments.revision)
         drafter = (arguments.speculative_config or {}).get("model")
         if drafter is not None and "/" in drafter:
@@ -138,7 +136,8 @@ def preview_line(words: list[str]) -> Preview:
 
 
 def _parse(words: list[str], preview: Preview) -> argparse.Namespace | None:
-    """By vLLM's own parser for `vllm serve`. None, and the message is in the preview, if it takes them for none."""
+    """By vLLM's own parser for `vllm serve`. None, and the message is in the preview, if it takes them for none.
+    Raises ConfigError: making the parser loads the plugin, which looks at the command line."""
     from vllm.entrypoints.cli.serve import cmd_init
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     parser = FlexibleArgumentParser(prog="vllm")
@@ -154,6 +153,8 @@ def _parse(words: list[str], preview: Preview) -> argparse.Namespace | None:
         lines = said.getvalue().strip().splitlines()
         preview.usage = lines[-1] if end.code and lines else "with that, vllm serve says something and ends"
         return None
+    except PDError:
+        raise
     except Exception as error:  # what a flag's value or a file of flags is not
         preview.usage = f"vllm serve: error: {_words_of(error)}"
         return None
@@ -292,18 +293,15 @@ def known_fingerprint(config: VllmConfig, ours: PDConfig) -> Fingerprint:
     from vllm import envs
 
     from vllm_pd.model.drafter import drafter_layers
-    from vllm_pd.transfer.layout import CacheDescription, Layout, Memory
-    from vllm_pd.v1.fingerprint import fingerprint, total_kv_heads
+    from vllm_pd.transfer.layout import Layout
+    from vllm_pd.v1.fingerprint import CacheShape, fingerprint
     model, cache = config.model_config, config.cache_config
     order = envs.VLLM_KV_CACHE_LAYOUT or "HN"
     layout = Layout.KV_HEADS_FIRST if order.index("H") < order.index("N") else Layout.KV_TOKENS_FIRST
     layers = model.get_total_num_hidden_layers() + drafter_layers(config)
-    described = CacheDescription(  # of which only type, layout and numbers of tokens and layers count
-        layout, Memory.DRAM, 0, str(model.dtype).removeprefix("torch."), num_blocks=1, block_size=cache.block_size,
-        head_size=model.get_head_size(), first_head=0, kv_heads=total_kv_heads(config), first_layer=0, layers=layers,
-        block_bytes=1, block_stride_bytes=1, planes=(0, ) * layers)
+    shape = CacheShape(str(model.dtype).removeprefix("torch."), cache.block_size, layers, layout)
     return msgspec.structs.replace(
-        fingerprint(_without_weights(config), described, "", _windows(config),
+        fingerprint(_without_weights(config), shape, "", _windows(config),
                     "recurrent" if model.has_inner_state else ""), transport=ours.transport)
 
 
