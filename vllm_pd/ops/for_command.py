@@ -90,7 +90,10 @@ def examine_lines(texts: Sequence[str]) -> list[Finding]:
             raise ConfigError(FLAG, text, preview.usage)
     return [*_about_device(previews),
             *(found for number, preview in enumerate(previews, 1) for found in judge_line(number, preview)),
-            *judge_lines(previews)]
+            *judge_lines(previews),
+            Finding("start", "not asked: free ports, NIXL, memory, and what only a loaded model shows: its weights, "
+                    "attention backend and layout, groups of blocks", hint="`vllm-pd doctor` asks the first two; of "
+                    "engines that run, `vllm-pd doctor --broker ADDRESS` compares the rest")]
 
 
 def preview_lines(lines: Sequence[CommandLine]) -> list[Preview]:
@@ -151,13 +154,14 @@ def judge_line(number: int, preview: Preview) -> Iterator[Finding]:
     if preview.refusal is not None:
         yield Finding(name, preview.refusal.fact, preview.refusal.cure)
         return
-    yield Finding(name, f"would start on {preview.device}: {preview.engine}")
+    yield Finding(name, f"accepted on {preview.device}: {preview.engine}")
     if preview.stays:
         yield Finding(name, f"prefills by itself: {'; '.join(preview.stays)}")
     for refusal in preview.here:
         yield Finding(name, f"on this machine {refusal.fact}", refusal.cure)
     if preview.weights is not None:
-        yield Finding(name, f"no weights are here: {preview.weights.fact} when it starts", hint=preview.weights.cure)
+        yield Finding(name, f"without weights here it would not start: {preview.weights.fact}",
+                      hint=preview.weights.cure)
 
 
 def judge_lines(previews: Sequence[Preview]) -> Iterator[Finding]:
@@ -182,5 +186,3 @@ def judge_lines(previews: Sequence[Preview]) -> Iterator[Finding]:
     if len(brokers) > 1:
         yield Finding("peers", f"they name {len(brokers)} brokers: {', '.join(brokers)}",
                       hint="these must be addresses of one: engines of two brokers never meet")
-    yield Finding("peers", "only the start can tell: weights, attention backend and layout, groups of blocks",
-                  hint="`vllm-pd doctor --broker ADDRESS` compares these once both run")

@@ -55,7 +55,7 @@ class Refusal(msgspec.Struct, frozen=True):
         if isinstance(error, MissingPackage):
             return cls(f"not installed: {', '.join(error.modules)}", error.cure)
         return cls(f"vllm refuses it: {error}", "change the line as that says: it is vLLM's own error, and comes without "
-                   "disaggregation, too")
+                   "disaggregation, too; `vllm serve` with this line logs more about it")
 
 
 class _VllmError(PDError):
@@ -201,10 +201,11 @@ def _make_config(arguments: argparse.Namespace) -> VllmConfig:
 def _words_of(error: Exception) -> str:
     """The message of an error of vLLM in one line; of pydantic's without what surrounds it."""
     from pydantic import ValidationError
+    said = str(error)
     if isinstance(error, ValidationError):
-        return "; ".join(one["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        said = "; ".join(one["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
                          for one in error.errors())
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(said.split()) or type(error).__name__
 
 
 class _Host:
