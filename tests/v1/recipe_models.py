@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 BASE: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
     "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 131072, "dtype": "bfloat16", "tie_word_embeddings": False}
 LATENT: dict[str, Any] = {
     "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -36,8 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
                     "index_topk": 64, "index_n_heads": 8, "index_head_dim": 32, "sliding_window": 128},
     "glm-dsa": {**BASE, **LATENT, **EXPERTS, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
                 "index_topk": 64, "index_n_heads": 8, "index_head_dim": 32, "num_nextn_predict_layers": 1},
-    "qwen3.5-moe": {**BASE, **QWEN_EXPERTS, **LINEAR, "architectures": ["Qwen3_5MoeForCausalLM"],
-                    "model_type": "qwen3_5_moe_text"},
+    "qwen3-next": {**BASE, **QWEN_EXPERTS, **LINEAR, "architectures": ["Qwen3NextForCausalLM"],
+                   "model_type": "qwen3_next"},
     "nemotron-h": {**BASE, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
                    "hybrid_override_pattern": "M-M*", "mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 16,
                    "n_groups": 8, "conv_kernel": 4, "chunk_size": 16},

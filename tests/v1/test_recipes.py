@@ -30,7 +30,7 @@ def rows() -> Iterator[Row]:
     """Those of the two tables with recipes."""
     text = PAGE.read_text()
     for line in text[text.index("\n## Dynamo"):text.index("\n## Ask before")].splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if not line.startswith("| ") or cells[2] == "P":
             continue
         title, _, prefill, decode, today = cells
