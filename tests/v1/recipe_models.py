@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 BASE: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 131072, "dtype": "bfloat16", "tie_word_embeddings": False}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 131072, "dtype": "bfloat16",
+    "tie_word_embeddings": False}
 LATENT: dict[str, Any] = {
     "q_lora_rank": 32, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "num_key_value_heads": 128, "num_attention_heads": 128}

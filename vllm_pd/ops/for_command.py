@@ -6,6 +6,7 @@ lines with the same environment variables in front share one. Nothing is started
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from vllm_pd.extras import require_extra, require_vllm
 from vllm_pd.model.installation import World, find_installation
 from vllm_pd.ops.doctor import check_names, check_plugin, check_world, judge_peers
 from vllm_pd.ops.finding import Finding
-from vllm_pd.v1.preview import LINES, REPLY, Preview
+from vllm_pd.v1.preview import ERROR, LINES, REPLY, Preview
 
 FLAG = "--for"
 MAX_LINES = 64
@@ -125,7 +126,7 @@ def _run(lines: Sequence[Sequence[str]], env: dict[str, str]) -> Iterator[Previe
         for number, words in enumerate(lines):
             reply = folder / REPLY.format(number)
             if not reply.is_file():
-                error = reply.with_suffix(".error")
+                error = reply.with_suffix(ERROR)
                 said = (error if error.is_file() else folder / "log").read_text(errors="replace").strip().splitlines()
                 raise ConfigError(FLAG, shlex.join(words), f"what looks at it gave no answer ({end}; "
                                   f"{said[-1] if said else 'it said nothing'}): look whether vllm can be imported "
@@ -135,10 +136,8 @@ def _run(lines: Sequence[Sequence[str]], env: dict[str, str]) -> Iterator[Previe
 
 def _kill(program: subprocess.Popen) -> None:
     """End it and all that it has started, if anything of it is left."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     program.wait()
 
 

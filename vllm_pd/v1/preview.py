@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine would say at its start, from its command line alone: a program of its own, which `vllm-pd doctor --for`
-runs (`vllm_pd.ops.for_command`).
+"""What an engine would say at its start, from its command line alone: a program of its own, which
+`vllm-pd doctor --for` runs (`vllm_pd.ops.for_command`).
 
 vLLM parses the line and makes the configuration as `vllm serve` does; our part of that (`vllm_pd.v1.claim`) refuses it
 or takes it over, as at a start. Nothing is listed here a second time. Two things differ: what only this machine or the
@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
     from vllm_pd.settings.engine import PDConfig
 
-LINES, REPLY = "lines.json", "reply-{}"  # files of the folder that the program is given
+LINES, REPLY, ERROR = "lines.json", "reply-{}", ".error"  # files of the folder that the program is given
 STORE_CONNECTOR = "PDStoreConnector"
+PYDANTIC_LINK = "For further information visit"
 SALT_CHARS = 1 << 16  # more than any job carries
 
 
@@ -54,8 +55,8 @@ class Refusal(msgspec.Struct, frozen=True):
             return cls(f"{error.key}={error.value!r} can't be used", error.cure)
         if isinstance(error, MissingPackage):
             return cls(f"not installed: {', '.join(error.modules)}", error.cure)
-        return cls(f"vllm refuses it: {error}", "change the line as that says: it is vLLM's own error, and comes without "
-                   "disaggregation, too; `vllm serve` with this line logs more about it")
+        return cls(f"vllm refuses it: {error}", "change the line as that says: it is vLLM's own error, and comes "
+                   "without disaggregation, too; `vllm serve` with this line logs more about it")
 
 
 class _VllmError(PDError):
@@ -84,22 +85,31 @@ def main() -> None:
     is_guessed = _choose_platform()
     import vllm.engine.arg_utils
     import vllm.entrypoints.cli.serve  # noqa: F401  now, for all lines
+    running = 0
     for number, words in enumerate(lines):
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
-            continue
-        try:
-            sys.argv = ["vllm", "serve", *words]
-            preview = preview_line(words)
-            preview.is_guessed = is_guessed
-            file = folder / REPLY.format(number)
-            file.with_suffix(".part").write_bytes(msgspec.json.encode(preview))
-            file.with_suffix(".part").rename(file)
-        except BaseException:
-            (folder / REPLY.format(number)).with_suffix(".error").write_text(traceback.format_exc())
-        finally:
-            os._exit(0)  # whatever vLLM would do at an exit is the program's
+        if running == (os.cpu_count() or 1):
+            os.wait()
+            running -= 1
+        if os.fork() == 0:
+            _reply(folder / REPLY.format(number), words, is_guessed)
+        running += 1
+    for _ in range(running):
+        os.wait()
+
+
+def _reply(file: Path, words: list[str], is_guessed: bool) -> NoReturn:
+    """Look at one line, in a process for it alone, and end that."""
+    try:
+        sys.argv = ["vllm", "serve", *words]
+        preview = preview_line(words)
+        preview.is_guessed = is_guessed
+        part = file.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(preview))
+        part.rename(file)
+    except BaseException:
+        file.with_suffix(ERROR).write_text(traceback.format_exc())
+    finally:
+        os._exit(0)  # whatever vLLM would do at an exit is the program's
 
 
 def _choose_platform() -> bool:
@@ -150,13 +160,15 @@ def _parse(words: list[str], preview: Preview) -> argparse.Namespace | None:
             arguments = parser.parse_args(["serve", *words])
             serve.validate(arguments)
     except SystemExit as end:
-        lines = said.getvalue().strip().splitlines()
-        preview.usage = lines[-1] if end.code and lines else "with that, vllm serve says something and ends"
+        _, found, message = said.getvalue().partition(": error: ")
+        message = " ".join(message.partition(PYDANTIC_LINK)[0].split())
+        preview.usage = (f"vllm: error: {message}" if found and end.code else
+                         "vllm serve says something with that, and ends")
         return None
     except PDError:
         raise
     except Exception as error:  # what a flag's value or a file of flags is not
-        preview.usage = f"vllm serve: error: {_words_of(error)}"
+        preview.usage = f"vllm: error: {_words_of(error)}"
         return None
     if arguments.model_tag is not None:
         arguments.model = arguments.model_tag
@@ -171,11 +183,12 @@ def _find_model(key: str, name: str, revision: str | None) -> None:
     from huggingface_hub.errors import HFValidationError
     try:
         found = [try_to_load_from_cache(name, file, revision=revision) for file in ("config.json", "params.json")]
-    except HFValidationError:
-        found = []
+    except HFValidationError:  # a path, or a URL
+        raise ConfigError(key, name, "there is no such folder here, so nothing about the model can be known: write one "
+                          "that has its config.json, or a model of the hub") from None
     if not any(isinstance(one, str) for one in found):
-        raise ConfigError(key, name, "it is neither a folder here nor in the hub's cache, and nothing is downloaded for "
-                          "this, so nothing about the model can be known: write a folder that has its config.json, or "
+        raise ConfigError(key, name, "it is neither a folder here nor in the hub's cache, and nothing is downloaded "
+                          "now, so nothing about the model can be known: write a folder that has its config.json, or "
                           f"download that file first: hf download {name} config.json")
 
 
@@ -336,7 +349,8 @@ def stays_here(config: VllmConfig, ours: PDConfig) -> Iterator[str]:
     if ours.decides_by_time:
         yield "prompts that it computes sooner itself (max_local_prefill_tokens auto)"
     else:
-        yield f"prompts with up to {ours.max_local_prefill_tokens} tokens that are not cached (max_local_prefill_tokens)"
+        yield (f"prompts with up to {ours.max_local_prefill_tokens} tokens that are not cached "
+               "(max_local_prefill_tokens)")
     book = AdapterBook(config.lora_config, None, False)
     for name, request in _samples(config):
         if not can_go_remote(request, book):
