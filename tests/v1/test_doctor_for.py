@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -238,7 +239,8 @@ class TestPairs:
             ("kv_producer", ""), ("kv_consumer", "--disable-hybrid-kv-cache-manager"))]
         lines += [line(models["llama"], "kv_producer"), line(models["qwen3"], "kv_consumer")]
         lines += [line(models["llama"], "kv_producer"), line(models["llama"], "kv_producer")]
-        lines += [line(models["llama"], "kv_both", extra={"broker": f"tcp://127.0.0.1:{port}"}) for port in (5700, 5701)]
+        lines += [line(models["llama"], "kv_both", extra={"broker": f"tcp://127.0.0.1:{port}"})
+                  for port in (5700, 5701)]
         lines += [line(models["llama"], "kv_producer", "--tensor-parallel-size 2 --nnodes 2"), line(models["llama"])]
         lines += [line(models["llama"], "kv_producer", extra={"transport": "torch"}), line(models["llama"])]
         names = [*self.CASES, "ranks of states", "groups", "other model", "P and P", "brokers", "refused", "transports"]
@@ -248,7 +250,8 @@ class TestPairs:
 
     @pytest.mark.parametrize("case", ["ranks", "stages", "ngram"])
     def test_engines_that_fit(self, found, case):
-        assert [one.lines for one in found[case]] == [["ok   peers     decode line 2 and prefill line 1 fit each other"]]
+        (finding, ) = found[case]
+        assert finding.lines == ["ok   peers     decode line 2 and prefill line 1 fit each other"]
 
     @pytest.mark.parametrize("case, words", [
         ("other block size", "differ in block_size: 64 and 32"),
@@ -321,8 +324,27 @@ def test_environment_variables_in_front_are_the_engine_s(models):
 
 
 @pytest.mark.slow
+def test_a_model_of_the_hub_is_known_by_name_and_commit(models, tmp_path):
+    """Its config.json must be in the cache. Two models with the same configuration are two models."""
+    commits = {"org/one": "1" * 40, "org/two": "2" * 40}
+    for name, commit in commits.items():
+        folder = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text(commit)
+        shutil.copytree(models["llama"], folder / "snapshots" / commit)
+    one, other, same = preview(*(f"HF_HOME={tmp_path} {line(name, role)}" for name, role in (
+        ("org/one", "kv_producer"), ("org/two", "kv_consumer"), ("org/one", "kv_consumer"))))
+    assert one.weights is None, "a start downloads them"
+    (differ, ) = judge_lines([one, other])
+    assert "differ in model: 'LlamaForCausalLM:" in differ.fact and f"of org/two at {commits['org/two']}'" in differ.fact
+    (fits, ) = judge_lines([one, same])
+    assert fits.ok and "fit each other" in fits.fact
+
+
+@pytest.mark.slow
 def test_status_and_words_of_the_command(models):
-    bad = doctor("--for", line(models["llama"], flags="--tensor-parallel-size 2 --nnodes 2"))
+    two_hosts = line(models["llama"], flags="--tensor-parallel-size 2 --nnodes 2")
+    bad = doctor("--for", two_hosts)
     assert bad.returncode == 1 and "BAD  line 1    nnodes=2 can't be used" in bad.stdout and "-> use 1:" in bad.stdout
     unknown = doctor("--for", line(models["llama"], flags="--bogus"))
     assert unknown.returncode == 2 and unknown.stdout == "" and len(unknown.stderr.splitlines()) == 1

@@ -76,10 +76,10 @@ def examine_lines(texts: Sequence[str]) -> list[Finding]:
     that is none, MissingPackage where there is no vLLM of V1 that could say it."""
     if len(texts) > MAX_LINES:
         raise ConfigError(FLAG, f"{len(texts)} lines", f"write at most {MAX_LINES}")
+    require_vllm()
     if find_installation().world is World.PATCHED:
         raise ConfigError(FLAG, texts[0], "it asks the plugin beside a stock vllm (engine V1), and here is the patched "
                           "vllm, engine V0: ask where vllm-pd and a stock vllm are installed (docs/v1.md)")
-    require_vllm()
     require_extra("engine")
     lines = [CommandLine.parse(text) for text in texts]
     wrong = [found for found in (*check_world(), *check_plugin(), *check_names()) if not found.ok]

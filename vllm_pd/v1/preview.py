@@ -130,18 +130,21 @@ def preview_line(words: list[str]) -> Preview:
     from vllm_pd.v1.claim import rehearse
     preview, host = Preview(device=current_platform.device_type), _Host()
     rehearse(host.ask)
+    name = ""
     try:
         arguments = _parse(words, preview)
         if arguments is None:
             return preview
-        _find_model("model", arguments.model, arguments.revision)
+        name = arguments.model
+        _find_model("model", name, arguments.revision)
         drafter = (arguments.speculative_config or {}).get("model")
         if drafter is not None and "/" in drafter:
-            _find_model("speculative_config.model", drafter, (arguments.speculative_config or {}).get("revision"))
-        _describe(_make_config(arguments), preview)
+            _find_model("speculative_config.model", drafter, arguments.speculative_config.get("revision"))
+        _describe(_make_config(arguments), preview, "" if Path(name).exists() else name)
     except PDError as error:
         preview.refusal = Refusal.of(error)
-    preview.here, preview.weights = host.refusals, host.weights
+    preview.here = host.refusals
+    preview.weights = host.weights if Path(name).exists() else None  # a start downloads those of a hub's model
     return preview
 
 
@@ -262,8 +265,9 @@ def _models(config: VllmConfig) -> Iterator[tuple[ModelConfig, LoadConfig]]:
         yield drafting.draft_model_config, drafting.draft_load_config or config.load_config
 
 
-def _describe(config: VllmConfig, preview: Preview) -> None:
-    """What an engine with this configuration, which was not refused, would be. Raises ConfigError."""
+def _describe(config: VllmConfig, preview: Preview, hub_name: str) -> None:
+    """What an engine with this configuration, which was not refused, would be. `hub_name`: of a model of the hub, in
+    whose place vLLM has put the folder of its cache. Raises ConfigError."""
     from vllm_pd.settings.engine import PDConfig
     from vllm_pd.v1.plugin import CONNECTOR
     from vllm_pd.v1.settings import read_settings
@@ -281,7 +285,7 @@ def _describe(config: VllmConfig, preview: Preview) -> None:
     preview.broker = ours.broker
     backend = config.attention_config.backend
     preview.backend = "" if backend is None else backend.name
-    preview.member = Member("preview", ours.role, "", known_fingerprint(config, ours))
+    preview.member = Member("preview", ours.role, "", known_fingerprint(config, ours, hub_name))
     parts = [settings.kv_role, model.architecture, str(model.dtype).removeprefix("torch."),
              f"TP {parallel.tensor_parallel_size}", f"PP {parallel.pipeline_parallel_size}"]
     if parallel.data_parallel_size > 1:
@@ -301,9 +305,10 @@ def _check_store(config: VllmConfig) -> None:
     StoreSettings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
 
 
-def known_fingerprint(config: VllmConfig, ours: PDConfig) -> Fingerprint:
+def known_fingerprint(config: VllmConfig, ours: PDConfig, hub_name: str) -> Fingerprint:
     """The engine's fingerprint, as far as it is known before the model is loaded, so that two of them may be compared:
-    without the weights of a folder, and with the backend and the layout left to vLLM unless the line says other."""
+    without the weights of a folder, in place of which a hub's model has name and commit, and with the backend and the
+    layout left to vLLM unless the line says other."""
     from vllm import envs
 
     from vllm_pd.model.drafter import drafter_layers
@@ -314,9 +319,10 @@ def known_fingerprint(config: VllmConfig, ours: PDConfig) -> Fingerprint:
     layout = Layout.KV_HEADS_FIRST if order.index("H") < order.index("N") else Layout.KV_TOKENS_FIRST
     layers = model.get_total_num_hidden_layers() + drafter_layers(config)
     shape = CacheShape(str(model.dtype).removeprefix("torch."), cache.block_size, layers, layout)
-    return msgspec.structs.replace(
-        fingerprint(_without_weights(config), shape, "", _windows(config),
-                    "recurrent" if model.has_inner_state else ""), transport=ours.transport)
+    found = fingerprint(_without_weights(config), shape, "", _windows(config),
+                        "recurrent" if model.has_inner_state else "")
+    name = f" of {hub_name} at {Path(model.model).name}" if hub_name else ""
+    return msgspec.structs.replace(found, model=found.model + name, transport=ours.transport)
 
 
 def _without_weights(config: VllmConfig) -> VllmConfig:
