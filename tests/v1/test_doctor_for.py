@@ -62,6 +62,7 @@ def doctor(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # all lines together
 class TestLines:
     """All that can share a program do."""
 
@@ -208,6 +209,7 @@ def test_what_stays_is_what_the_binding_says(monkeypatch, goes):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # all lines together
 class TestPairs:
 
     CASES: dict[str, tuple[str, str]] = {
@@ -336,7 +338,8 @@ def test_a_model_of_the_hub_is_known_by_name_and_commit(models, tmp_path):
         ("org/one", "kv_producer"), ("org/two", "kv_consumer"), ("org/one", "kv_consumer"))))
     assert one.weights is None, "a start downloads them"
     (differ, ) = judge_lines([one, other])
-    assert "differ in model: 'LlamaForCausalLM:" in differ.fact and f"of org/two at {commits['org/two']}'" in differ.fact
+    assert "differ in model: 'LlamaForCausalLM:" in differ.fact
+    assert f"of org/two at {commits['org/two']}'" in differ.fact
     (fits, ) = judge_lines([one, same])
     assert fits.ok and "fit each other" in fits.fact
 

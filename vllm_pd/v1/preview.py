@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -28,6 +29,7 @@ import msgspec
 
 from vllm_pd.errors import ConfigError, MissingPackage, PDError
 from vllm_pd.protocol.messages import Fingerprint, Member
+from vllm_pd.v1.required import check_once
 
 if TYPE_CHECKING:
     import argparse
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from vllm_pd.settings.engine import PDConfig
 
 LINES, REPLY, ERROR = "lines.json", "reply-{}", ".error"  # files of the folder that the program is given
+PRELOADED = ("vllm.entrypoints.cli.serve", "vllm._aiter_ops", "vllm_pd.v1.connector")  # each line would import them
 STORE_CONNECTOR = "PDStoreConnector"
 PYDANTIC_LINK = "For further information visit"
 SALT_CHARS = 1 << 16  # more than any job carries
@@ -83,8 +86,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     lines = json.loads((folder / LINES).read_text())
     is_guessed = _choose_platform()
-    import vllm.engine.arg_utils
-    import vllm.entrypoints.cli.serve  # noqa: F401  now, for all lines
+    for module in PRELOADED:
+        with contextlib.suppress(ImportError):  # a line that needs it says so
+            importlib.import_module(module)
+    with contextlib.suppress(PDError):  # likewise
+        check_once()
     running = 0
     for number, words in enumerate(lines):
         if running == (os.cpu_count() or 1):
@@ -275,7 +281,7 @@ def _describe(config: VllmConfig, preview: Preview, hub_name: str) -> None:
     connector = None if transfer is None else transfer.kv_connector
     if connector == STORE_CONNECTOR:
         _check_store(config)
-        preview.engine = f"{STORE_CONNECTOR}: {model.architecture}, which shares blocks with its host, and no prefill"
+        preview.engine = f"{STORE_CONNECTOR}, {model.architecture}: it shares blocks, and hands no prompt over"
         return
     if connector != CONNECTOR:
         raise ConfigError("kv_connector", connector, f"write \"kv_connector\": \"{CONNECTOR}\" into "
@@ -375,7 +381,7 @@ def _samples(config: VllmConfig) -> Iterator[tuple[str, Request]]:
     yield "plain prompts", request()
     yield "prompts whose tokens' logprobs are asked for (prompt_logprobs)", request({"prompt_logprobs": 1})
     yield "prompts that are to read no prefix cache", request({"skip_reading_prefix_cache": True})
-    yield "prompts with a cache_salt that no job carries", request(cache_salt="x" * SALT_CHARS)
+    yield "prompts with a cache_salt longer than a job carries", request(cache_salt="x" * SALT_CHARS)
     yield "prompts that are still coming in (streaming input)", request(resumable=True)
     if config.model_config.is_multimodal_model:
         yield "prompts with images, audio or video", request(mm_features=[_media()])
