@@ -31,6 +31,7 @@ from vllm_pd.v1.preview import ERROR, LINES, REPLY, Preview
 
 FLAG = "--for"
 MAX_LINES = 64
+SHOWN_CHARS = 60
 IMPORT_TIMEOUT_S, LINE_TIMEOUT_S = 240.0, 60.0  # on an idle machine 8 s, and 1 s; 10 s for a model that vLLM looks up
 PROGRAM = "from vllm_pd.v1.preview import main; main()"
 QUOTING = ('write the line as a shell would get it, with \'...\' around JSON; from a file it comes whole: --for "$(cat '
@@ -53,22 +54,27 @@ class CommandLine(NamedTuple):
         try:
             words = shlex.split(text.replace("\\\n", " "))
         except ValueError as error:
-            raise ConfigError(FLAG, text, f"{str(error).lower()}: {QUOTING}") from error
+            raise ConfigError(FLAG, _shown(text), f"{str(error).lower()}: {QUOTING}") from error
         for word in words:
             if word in SHELL_WORDS or word.endswith(";"):
-                raise ConfigError(FLAG, text, f"{word!r} is the shell's: write one command, and repeat {FLAG} for more")
+                raise ConfigError(FLAG, _shown(text), f"{word!r} is the shell's: write one command, and repeat {FLAG} for more")
             if _UNEXPANDED.search(word):
-                raise ConfigError(FLAG, text, f"nobody has put a value in the place of {word!r}: write the value; no "
+                raise ConfigError(FLAG, _shown(text), f"nobody has put a value in the place of {word!r}: write the value; no "
                                   "shell looks at this line")
         place = next((place for place, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
         env, words = words[:place], words[place:]
         if words and Path(words[0]).name == "vllm":
             if words[1:2] != ["serve"]:
-                raise ConfigError(FLAG, text, NO_PREFIX)
+                raise ConfigError(FLAG, _shown(text), NO_PREFIX)
             words = words[2:]
         if not words or Path(words[0]).name.startswith(("python", "vllm-pd")):
-            raise ConfigError(FLAG, text, NO_PREFIX)
+            raise ConfigError(FLAG, _shown(text), NO_PREFIX)
         return cls(tuple(tuple(one.split("=", 1)) for one in env), tuple(words))
+
+
+def _shown(text: str) -> str:
+    """As much of a line as tells it from others: the rest may be long, and have keys in it."""
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def examine_lines(texts: Sequence[str]) -> list[Finding]:
@@ -78,7 +84,7 @@ def examine_lines(texts: Sequence[str]) -> list[Finding]:
         raise ConfigError(FLAG, f"{len(texts)} lines", f"write at most {MAX_LINES}")
     require_vllm()
     if find_installation().world is World.PATCHED:
-        raise ConfigError(FLAG, texts[0], "it asks the plugin beside a stock vllm (engine V1), and here is the patched "
+        raise ConfigError(FLAG, _shown(texts[0]), "it asks the plugin beside a stock vllm (engine V1), and here is the patched "
                           "vllm, engine V0: ask where vllm-pd and a stock vllm are installed (docs/v1.md)")
     require_extra("engine")
     lines = [CommandLine.parse(text) for text in texts]
@@ -88,7 +94,7 @@ def examine_lines(texts: Sequence[str]) -> list[Finding]:
     previews = preview_lines(lines)
     for text, preview in zip(texts, previews, strict=True):
         if preview.usage:
-            raise ConfigError(FLAG, text, preview.usage)
+            raise ConfigError(FLAG, _shown(text), preview.usage)
     return [*_about_device(previews),
             *(found for number, preview in enumerate(previews, 1) for found in judge_line(number, preview)),
             *judge_lines(previews),
@@ -128,7 +134,7 @@ def _run(lines: Sequence[Sequence[str]], env: dict[str, str]) -> Iterator[Previe
             if not reply.is_file():
                 error = reply.with_suffix(ERROR)
                 said = (error if error.is_file() else folder / "log").read_text(errors="replace").strip().splitlines()
-                raise ConfigError(FLAG, shlex.join(words), f"what looks at it gave no answer ({end}; "
+                raise ConfigError(FLAG, _shown(shlex.join(words)), f"what looks at it gave no answer ({end}; "
                                   f"{said[-1] if said else 'it said nothing'}): look whether vllm can be imported "
                                   "(vllm-pd doctor)")
             yield msgspec.json.decode(reply.read_bytes(), type=Preview)
