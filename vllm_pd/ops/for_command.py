@@ -57,10 +57,11 @@ class CommandLine(NamedTuple):
             raise ConfigError(FLAG, _shown(text), f"{str(error).lower()}: {QUOTING}") from error
         for word in words:
             if word in SHELL_WORDS or word.endswith(";"):
-                raise ConfigError(FLAG, _shown(text), f"{word!r} is the shell's: write one command, and repeat {FLAG} for more")
+                raise ConfigError(FLAG, _shown(text), f"{word!r} is the shell's: write one command, and repeat {FLAG} "
+                                  "for more")
             if _UNEXPANDED.search(word):
-                raise ConfigError(FLAG, _shown(text), f"nobody has put a value in the place of {word!r}: write the value; no "
-                                  "shell looks at this line")
+                raise ConfigError(FLAG, _shown(text), f"nobody has put a value in the place of {word!r}: write the "
+                                  "value; no shell looks at this line")
         place = next((place for place, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
         env, words = words[:place], words[place:]
         if words and Path(words[0]).name == "vllm":
@@ -84,8 +85,8 @@ def examine_lines(texts: Sequence[str]) -> list[Finding]:
         raise ConfigError(FLAG, f"{len(texts)} lines", f"write at most {MAX_LINES}")
     require_vllm()
     if find_installation().world is World.PATCHED:
-        raise ConfigError(FLAG, _shown(texts[0]), "it asks the plugin beside a stock vllm (engine V1), and here is the patched "
-                          "vllm, engine V0: ask where vllm-pd and a stock vllm are installed (docs/v1.md)")
+        raise ConfigError(FLAG, _shown(texts[0]), "it asks the plugin beside a stock vllm (engine V1), and here is the "
+                          "patched vllm, engine V0: ask where vllm-pd and a stock vllm are installed (docs/v1.md)")
     require_extra("engine")
     lines = [CommandLine.parse(text) for text in texts]
     wrong = [found for found in (*check_world(), *check_plugin(), *check_names()) if not found.ok]
