@@ -238,7 +238,7 @@ class _Host:
         self.weights: Refusal | None = None
 
     def ask(self, config: VllmConfig, ours: PDConfig) -> None:
-        """What can be asked here. Raises ConfigError for weights that could never be told from a peer's."""
+        """What can be asked here. Raises ConfigError for weights that can never be distinguished from a peer's."""
         from vllm_pd.extras import require_extra
         from vllm_pd.model.checks import check_bind, check_meeting
         from vllm_pd.model.fingerprint import pin_files
