@@ -18,6 +18,7 @@ from vllm_pd.bench.commands import bench_app
 from vllm_pd.broker.members import TTL_S, Access
 from vllm_pd.errors import PDError
 from vllm_pd.extras import require_extra, require_vllm
+from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.launch.plan import UpOptions
 from vllm_pd.ops.options import TopOptions, TrialOptions
 from vllm_pd.ops.printing import printable
@@ -128,15 +129,20 @@ def doctor(access: Access, trial: TrialOptions,
                                                               "8000 where no --broker is given.")] = None,
            from_engine: Annotated[str | None, typer.Option(
                "--from", metavar="ENGINE", help="Check instead the paths between this engine and its peers: each of "
-               "them tries to connect to the other. " + ENGINE_HELP)] = None) -> None:
+               "them tries to connect to the other. " + ENGINE_HELP)] = None,
+           for_lines: Annotated[list[str] | None, typer.Option(
+               "--for", metavar="LINE", help="Check instead a command line, `vllm serve MODEL --flags ...`, and start "
+               "nothing: what the engine would refuse, and what it would prefill by itself. Of several lines, whether "
+               "these engines fit each other. For engine V1.")] = None) -> None:
     """Check the installation, NIXL, ports and engines, and say how to repair each fault."""
+    if for_lines:
+        _end_preview(for_lines, broker, port, from_engine, trial.checked().url)
     if trial.checked().url is not None:
         _end_trial(trial, broker, port, from_engine)
     from vllm_pd.ops.doctor import examine, examine_paths
     findings = (examine(broker, port or ([] if broker else [5700, 8000]), access) if from_engine is None
                 else examine_paths(from_engine, broker, access))
-    _show(line for finding in findings for line in finding.lines)
-    raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
+    _end_report(findings)
 
 
 def _end_trial(trial: TrialOptions, *others: object) -> NoReturn:
@@ -146,7 +152,21 @@ def _end_trial(trial: TrialOptions, *others: object) -> NoReturn:
     from vllm_pd.ops.trial_requests import try_engine
     if any(others):
         raise ConfigError("--try", trial.url, "leave out --broker, --port and --from: they are checks of their own")
-    findings = try_engine(trial)
+    _end_report(try_engine(trial))
+
+
+def _end_preview(lines: list[str], *others: object) -> NoReturn:
+    """Carry out `--for`, and end with its status."""
+    from vllm_pd.errors import ConfigError
+    from vllm_pd.ops.for_command import examine_lines
+    if any(others):
+        raise ConfigError("--for", lines[0], "leave out --broker, --port, --from and --try: they are checks of their "
+                          "own")
+    _end_report(examine_lines(lines))
+
+
+def _end_report(findings: list[Finding]) -> NoReturn:
+    """Print what was found, and end with the status for it."""
     _show(line for finding in findings for line in finding.lines)
     raise typer.Exit(0 if all(finding.ok for finding in findings) else 1)
 

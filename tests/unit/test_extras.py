@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,8 @@ from vllm_pd import cli, errors, extras
 from vllm_pd.broker import members
 from vllm_pd.errors import MissingPackage
 from vllm_pd.model import checks
+from vllm_pd.model.installation import World
+from vllm_pd.ops import for_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["vllm-pd"]
@@ -64,7 +67,8 @@ def eager_imports(module: str, seen: set[str]) -> set[str]:
 @pytest.mark.parametrize("module, extra", [
     ("cli", None), ("broker.server", None), ("broker.members", None), ("ops.doctor", None), ("ops.orders", None),
     ("ops.paths", None), ("ops.sizing", None), ("ops.split", None), ("ops.launch.up", None), ("v1.plugin", None),
-    ("ops.options", None), ("ops.trial_requests", "router"), ("ops.top_readings", "router"),
+    ("ops.options", None), ("ops.for_command", None), ("v1.preview", None), ("ops.trial_requests", "router"),
+    ("ops.top_readings", "router"),
     ("router.server", "router"), ("router.tokenizer_files", "router"), ("broker.nats_members", "nats"),
     ("broker.nats_backend", "nats"), ("bench.handover", "bench"), ("bench.router", "bench"),
     ("bench.policies", "bench"), ("bench.serve.command", "bench"), ("bench.share.measure", "bench")])
@@ -110,6 +114,7 @@ def test_the_error_of_a_worker_arrives(missing):
 @pytest.mark.parametrize("arguments, modules, command", [
     (["router"], {"aiohttp"}, '"vllm-pd[router]"'),
     (["doctor", "--try", "http://h"], {"httptools"}, '"vllm-pd[router]"'),
+    (["doctor", "--for", "vllm serve m"], {"vllm"}, '"vllm==0.32.*" "vllm-pd[engine]"'),
     (["top", "--broker", "tcp://127.0.0.1:5700"], {"prometheus_client"}, '"vllm-pd[router]"'),
     (["up", "m"], {"vllm"}, '"vllm==0.32.*" "vllm-pd[engine]"'),
     (["up", "m", "--router"], {"uvicorn"}, '"vllm-pd[router]"'),
@@ -137,3 +142,25 @@ def test_engines_say_what_they_lack_before_they_try_it(missing):
     missing.add("nats")
     with pytest.raises(MissingPackage, match=r"nats is not installed.*vllm-pd\[nats\]"):
         members.list_members("nats://127.0.0.1:4222")
+
+
+@pytest.mark.parametrize("world, words", [
+    (World.PLUGIN, r'nixl is not installed: pip install "vllm-pd\[engine\]"'),
+    (World.PATCHED, "--for='vllm serve m' can't be used: .*engine V1.*engine V0.*docs/v1.md")])
+def test_what_a_command_line_is_looked_at_with(missing, monkeypatch, capsys, world, words):
+    """The engine's own packages, beside a stock vLLM."""
+    missing.add("nixl")
+    monkeypatch.setattr(for_command, "find_installation", lambda: SimpleNamespace(world=world))
+    monkeypatch.setattr(sys, "argv", ["vllm-pd", "doctor", "--for", "vllm serve m"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and re.fullmatch(f"error: {words}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("other", [["--broker", "tcp://127.0.0.1:5700"], ["--port", "1"], ["--try", "http://h"],
+                                   ["--from", "e", "--broker", "tcp://127.0.0.1:5700"]])
+def test_a_command_line_is_asked_about_alone(monkeypatch, capsys, other):
+    monkeypatch.setattr(sys, "argv", ["vllm-pd", "doctor", "--for", "vllm serve m", *other])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and "checks of their own" in capsys.readouterr().err

@@ -28,7 +28,13 @@ STORE_FEATURES = {
 
 
 def check_store(config: VllmConfig) -> None:
-    """Raises ConfigError for an engine that can't use the store."""
+    """Raises ConfigError for an engine that can't use the store, or whose weights can't be told from others."""
+    check_storing(config)
+    pin_weights(config)
+
+
+def check_storing(config: VllmConfig) -> None:
+    """As `check_store`, by the configuration alone."""
     transfer, cache = config.kv_transfer_config, config.cache_config
     if transfer.kv_role != "kv_both":
         raise ConfigError("kv_role", transfer.kv_role, "write kv_both: every engine puts and reads blocks")
@@ -58,12 +64,11 @@ def check_store(config: VllmConfig) -> None:
     if parallel.tensor_parallel_size > 1 and config.scheduler_config.async_scheduling:
         raise ConfigError("async_scheduling", True, "add --no-async-scheduling: after an error on one rank another "
                           "would take part of its next step for that of the present one, and put what comes of it")
-    pin_weights(config)
 
 
 def check_shared_store(config: VllmConfig) -> None:
-    """Raises ConfigError for an engine with PDConnector that can't use the store."""
+    """Raises ConfigError for an engine with PDConnector that can't use the store. Its weights have been looked at."""
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError("enable_prefix_caching", False, "leave it on, or leave \"store\" out: what the store has is "
                           "used as a prefix hit")
-    check_store(config)
+    check_storing(config)

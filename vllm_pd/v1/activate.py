@@ -9,10 +9,10 @@ PDConnector. Raises ConfigError for a vLLM that does not fit, MissingPackage wit
 NIXL comes later (`vllm_pd.v1.claim`), because not every transport needs it.
 """
 from vllm_pd.extras import require_extra
-from vllm_pd.v1.required import check_installed
+from vllm_pd.v1.required import check_once
 
 require_extra("engine", "httptools")
-check_installed()
+check_once()
 
 from vllm_pd.v1.claim import claim_configurations  # noqa: E402  not before the check
 from vllm_pd.v1.connector import PDConnector as PDConnector  # noqa: E402

@@ -165,6 +165,12 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
                                 ("lifeline_port", ours.lifeline_port, not ours.lifeline_port)):
         if parallel.data_parallel_size > 1 and not is_free:
             raise ConfigError(key, value, "write port 0: each data-parallel rank listens at a port of its own")
+    ours.transport_choice.check_device(config.device_config.device_type)
+    _ask_host(config, ours)
+
+
+def check_host(config: VllmConfig, ours: PDConfig) -> None:
+    """As `check_config`, by what this machine has, and by the files of the model."""
     check_bind(ours.bind)
     check_meeting(ours.bind, ours.broker)
     require_free_bind(ours)
@@ -173,6 +179,15 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
         require_extra("nats")
     pin_weights(config)
     pin_drafter(config)
-    ours.transport_choice.check_device(config.device_config.device_type)
     if not ours.is_two_sided:
         check_nixl(ours.transport_choice.host)
+
+
+_ask_host = check_host
+
+
+def rehearse(ask_host: Callable[[VllmConfig, PDConfig], None]) -> None:
+    """From now on this process has `ask_host` called in place of `check_host`: it makes configurations, and no engine.
+    """
+    global _ask_host
+    _ask_host = ask_host

@@ -7,18 +7,26 @@ release. On the CPU it depends on the instruction set as well. So all of these a
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_pd.model.drafter import drafter_digest, drafter_layers
 from vllm_pd.model.fingerprint import model_digest
 from vllm_pd.protocol.messages import PROTOCOL, Fingerprint
-from vllm_pd.transfer.layout import CacheDescription
+from vllm_pd.transfer.layout import CacheDescription, Layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def fingerprint(config: VllmConfig, cache: CacheDescription, engine: str, windows: tuple[int, ...] = (),
+class CacheShape(NamedTuple):
+    """What of a CacheDescription is in a fingerprint, for a cache that is not there."""
+    dtype: str
+    block_size: int
+    layers: int
+    layout: Layout
+
+
+def fingerprint(config: VllmConfig, cache: CacheDescription | CacheShape, engine: str, windows: tuple[int, ...] = (),
                 states: str = "") -> Fingerprint:
     """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are, `windows`
     those of its groups (`protocol.rows`), `states` what their blocks hold if not KV. Where layers of several groups

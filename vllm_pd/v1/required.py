@@ -7,6 +7,7 @@ whose signature or place the binding depends on. Whoever uses another one adds i
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -339,6 +340,12 @@ def check_installed() -> None:
         found = find_installation()
         raise ConfigError(found.distribution, found.vllm, "PDConnector needs what this release has not: "
                           f"{'; '.join(missing)}. Install a supported release: {', '.join(SUPPORTED)}")
+
+
+@functools.cache
+def check_once() -> None:
+    """As `check_installed`, but what was found right is not looked at again by this process and its forks."""
+    check_installed()
 
 
 def _read(path: Path) -> str | None:

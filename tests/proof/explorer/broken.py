@@ -5,6 +5,7 @@
 """
 import dataclasses
 from dataclasses import dataclass
+
 from explorer.model import Shape
 from explorer.world import Scene
 from vllm_pd.protocol import messages as m
