@@ -71,6 +71,7 @@ hidden byte no_write_lands_in_a_block_of_another = true;
 hidden byte no_grant_in_a_dying_generation = true;
 hidden byte no_healthy_write_is_cut_off_within_a_lease = true;
 hidden byte no_transfer_begins_where_one_has_failed = true;
+hidden byte no_job_begins_that_d_is_known_to_have_ended = true;
 hidden byte renewals_are_bounded = true;
 hidden byte all_fences_come_down = true;
 hidden byte parted_ends = true;
@@ -89,10 +90,9 @@ byte owner[BLOCKS];
 byte generation[ATTEMPTS]; /* in which it was granted */
 byte arrived[ATTEMPTS];    /* notices, by rank */
 bool unproven[ATTEMPTS];   /* P has given it up, and something may land */
-bool seems_lost[ATTEMPTS]; /* P seems dead */
-bool is_late[ATTEMPTS];    /* a Cancel is unanswered for 5 s */
+bool is_late[ATTEMPTS];    /* a Cancel is unanswered for 5 s, or P seems dead */
 #define fenced(a) (state[a] == GRANTED || state[a] == ENDED)
-#define in_doubt(a) (state[a] == ENDED && !is_here(peer(a)) && (unproven[a] || seems_lost[a] || is_late[a]))
+#define in_doubt(a) (state[a] == ENDED && !is_here(peer(a)) && (unproven[a] || is_late[a]))
 
 /* D: generations. */
 #define STEADY 0
@@ -120,8 +120,8 @@ byte posted[ATTEMPTS], open[ATTEMPTS]; /* its writes, by rank: begun; not ended,
 byte target[ATTEMPTS];                 /* the generation that they go to */
 bool has_failed[ATTEMPTS];             /* a write of it: no other begins */
 byte heard[PEERS];                     /* the latest HelloReply; see hello_now */
-bool lives_apart[PEERS];               /* parted, for P */
-byte broken[PEERS];                    /* by generation of D: a transfer with it has failed, and P's transport is the same */
+byte broken[PEERS];                    /* by generation of D: a transfer has failed, and P's own transport is the same */
+byte apart[PEERS];                     /* what P knows of that */
 bool dead[PEERS], silent[PEERS];
 
 /* What was sent. HelloReply n says that D's generation is the half of n, rounded up, and its oldest one the half, rounded down. */
@@ -140,12 +140,22 @@ byte seems, others, drifts, errors, deaths, silences, rank_errors; /* spent */
 #define is_waited_for(a) (open_in(a) && !in_doubt(a) && !unproven[a])
 #define would_be_cut(a, r) (open_in(a) && state[a] == GRANTED && job[a] == RUNNING && (open[a] & (1 << r)))
 
-/* Its block may be another's from now on. What is left of it at D is forgotten: nothing that comes has an effect. */
+/* For fewer states: what nobody will ever look at. */
+inline tidy(a) {
+    if
+    :: state[a] == OVER && job[a] == GONE ->
+        generation[a] = 0; grants[a] = false; cancels[a] = false; block[a] = 0
+    :: else
+    fi
+}
+
+/* Its block may be another's from now on. Nothing that comes for it has an effect at D any more. */
 inline release(a) {
     state[a] = OVER;
     owner[block[a]] = NOBODY;
-    arrived[a] = 0; unproven[a] = false; seems_lost[a] = false; is_late[a] = false;
-    notices[a] = 0; stoppeds[a] = false; faileds[a] = false; failed_parted[a] = false; gave_ups[a] = false
+    arrived[a] = 0; unproven[a] = false; is_late[a] = false; claims[a] = 0;
+    notices[a] = 0; stoppeds[a] = false; faileds[a] = false; failed_parted[a] = false; gave_ups[a] = false;
+    tidy(a)
 }
 
 inline end_granted(a) {
@@ -155,7 +165,8 @@ inline end_granted(a) {
 
 inline forget(a) { /* P has no record any more; it answers a Cancel */
     job[a] = GONE;
-    has_failed[a] = false; posted[a] = 0
+    has_failed[a] = false; posted[a] = 0; denials[a] = 0; claim[a] = 0; target[a] = 0;
+    tidy(a)
 }
 
 
@@ -163,6 +174,14 @@ inline forget(a) { /* P has no record any more; it answers a Cancel */
 #define free_block (owner[0] == NOBODY || owner[BLOCKS - 1] == NOBODY)
 #define stale(a) (claims[a] & ~denials[a] & ((1 << current) - 1)) /* claims of older generations */
 
+#define lives_apart(p) (apart[p] & (1 << generation_heard(p)))
+#define has_been_ended(a) (!is_here(peer(a)) && claim[a] < oldest_heard(peer(a)))
+#define has_grant(a) (hears(peer(a)) && job[a] == CLAIMING && grants[a] && generation[a] == claim[a])
+#ifdef ONE_PARTED_FOR_ALL
+#define may_begin(a) (!lives_apart(peer(a)))
+#else
+#define may_begin(a) (!(apart[peer(a)] & (1 << claim[a])) && !lives_apart(peer(a)) && !has_been_ended(a))
+#endif
 #define writes(a) (job[a] == RUNNING || job[a] == STOPPING)
 #define may_post(a, r) (!dead[peer(a)] && job[a] == RUNNING && !has_failed[a] && !(posted[a] & (1 << r)))
 #define may_end(a, r) (!dead[peer(a)] && writes(a) && (open[a] & (1 << r)) && has_agent(r, target[a]))
@@ -171,7 +190,7 @@ inline forget(a) { /* P has no record any more; it answers a Cancel */
 inline make_claim(a) {
     job[a] = CLAIMING;
     claim[a] = generation_heard(peer(a));
-    claims[a] = claims[a] | (1 << claim[a])
+    claims[a] = (state[a] == OVER -> 0 : claims[a] | (1 << claim[a]))
 }
 
 /* A post to an agent that is gone, or where one has failed, fails for certain. */
@@ -186,12 +205,12 @@ inline post(a, r) {
 /* A write has failed, and what of the job is open may land. */
 inline give_up(a) {
     broken[peer(a)] = broken[peer(a)] | (1 << target[a]);
+    apart[peer(a)] = apart[peer(a)] | (1 << target[a]);
     if
-    :: !is_here(peer(a)) && target[a] < oldest_heard(peer(a)) -> open[a] = 0; forget(a) /* D has seen to it */
+    :: !is_here(peer(a)) && target[a] < oldest_heard(peer(a)) -> open[a] = 0; forget(a)
     :: else ->
         job[a] = UNPROVEN; posted[a] = 0; has_failed[a] = false;
-        gave_ups[a] = state[a] != OVER;
-        lives_apart[peer(a)] = lives_apart[peer(a)] || target[a] >= generation_heard(peer(a))
+        gave_ups[a] = state[a] != OVER
     fi
 }
 
@@ -204,7 +223,6 @@ inline notice(a, r) {
 }
 
 inline hear(p, n) {
-    lives_apart[p] = lives_apart[p] && (n + 1) / 2 == generation_heard(p);
     heard[p] = n;
     for (a : 0 .. ATTEMPTS - 1) {
         if
@@ -274,7 +292,7 @@ end_attempt:
         release(a) }
     /* And what does not. */
     :: d_step { hears(peer(a)) && fenced(a) && gave_ups[a] && !unproven[a] ->
-        unproven[a] = true;
+        unproven[a] = true; is_late[a] = false;
         parted[peer(a)] = parted[peer(a)] || generation[a] == current;
         state[a] = ENDED }
     od
@@ -288,10 +306,10 @@ end_job:
     :: d_step { !dead[peer(a)] && (job[a] == IDLE || job[a] == CLAIMING) && state[a] != UNBORN -> forget(a) }
     :: d_step { hears(peer(a)) && job[a] == CLAIMING && (denials[a] & (1 << claim[a])) &&
                 generation_heard(peer(a)) > claim[a] -> make_claim(a) }
-    :: d_step { hears(peer(a)) && job[a] == CLAIMING && grants[a] && generation[a] == claim[a] && lives_apart[peer(a)] ->
-        faileds[a] = true; failed_parted[a] = true;
+    :: d_step { has_grant(a) && !may_begin(a) ->
+        faileds[a] = state[a] != OVER; failed_parted[a] = faileds[a] && lives_apart(peer(a));
         forget(a) }
-    :: d_step { hears(peer(a)) && job[a] == CLAIMING && grants[a] && generation[a] == claim[a] && !lives_apart[peer(a)] ->
+    :: d_step { has_grant(a) && may_begin(a) ->
         job[a] = RUNNING;
 #ifdef WRITES_IN_THE_NEWEST
         target[a] = generation_heard(peer(a));
@@ -299,17 +317,19 @@ end_job:
         target[a] = claim[a];
 #endif
         no_transfer_begins_where_one_has_failed = !(broken[peer(a)] & (1 << target[a]));
-        assert(no_transfer_begins_where_one_has_failed) }
+        assert(no_transfer_begins_where_one_has_failed);
+        no_job_begins_that_d_is_known_to_have_ended = !has_been_ended(a);
+        assert(no_job_begins_that_d_is_known_to_have_ended) }
     /* Its own lease, or D is lost. */
     :: d_step { !dead[peer(a)] && job[a] == RUNNING -> job[a] = STOPPING }
     /* Writes. */
     :: d_step { may_post(a, 0) -> post(a, 0) }
     :: d_step { may_post(a, 1) -> post(a, 1) }
-    :: d_step { may_end(a, 0) -> open[a] = open[a] & ~1; notices[a] = notices[a] | 1 }
-    :: d_step { may_end(a, 1) -> open[a] = open[a] & ~2; notices[a] = notices[a] | 2 }
+    :: d_step { may_end(a, 0) -> open[a] = open[a] & ~1; notices[a] = (state[a] == OVER -> 0 : notices[a] | 1) }
+    :: d_step { may_end(a, 1) -> open[a] = open[a] & ~2; notices[a] = (state[a] == OVER -> 0 : notices[a] | 2) }
     :: d_step { !dead[peer(a)] && job[a] == RUNNING && posted[a] == ALL && !open[a] && !has_failed[a] -> forget(a) } /* sent */
-    :: d_step { !dead[peer(a)] && job[a] == RUNNING && has_failed[a] && !open[a] -> faileds[a] = true; forget(a) }
-    :: d_step { !dead[peer(a)] && job[a] == STOPPING && !open[a] -> stoppeds[a] = true; forget(a) }
+    :: d_step { !dead[peer(a)] && job[a] == RUNNING && has_failed[a] && !open[a] -> faileds[a] = state[a] != OVER; failed_parted[a] = faileds[a] && lives_apart(peer(a)); forget(a) }
+    :: d_step { !dead[peer(a)] && job[a] == STOPPING && !open[a] -> stoppeds[a] = state[a] != OVER; forget(a) }
     :: d_step { !dead[peer(a)] && writes(a) && !has_failed[a] && errors < ERRORS && (open[a] & 1) ->
         errors++; open[a] = open[a] & ~1; has_failed[a] = true }
     :: d_step { !dead[peer(a)] && writes(a) && !has_failed[a] && errors < ERRORS && (open[a] & 2) ->
@@ -317,9 +337,9 @@ end_job:
     :: d_step { !dead[peer(a)] && writes(a) && drifts < DRIFTS && open[a] -> drifts++; give_up(a) }
     :: d_step { !dead[peer(a)] && writes(a) && (way_is_gone(a, 0) || way_is_gone(a, 1)) -> give_up(a) }
     /* A Cancel. */
-    :: d_step { hears(peer(a)) && cancels[a] && job[a] == RUNNING && claim[a] == generation[a] -> job[a] = STOPPING }
+    :: d_step { hears(peer(a)) && cancels[a] && job[a] == RUNNING -> job[a] = STOPPING }
     :: d_step { hears(peer(a)) && cancels[a] && job[a] == CLAIMING && claim[a] == generation[a] ->
-        stoppeds[a] = true; forget(a) }
+        stoppeds[a] = state[a] != OVER; forget(a) }
     :: d_step { hears(peer(a)) && cancels[a] && (job[a] == IDLE || job[a] == GONE || job[a] == CLAIMING && claim[a] != generation[a]) &&
                 fenced(a) && !stoppeds[a] -> stoppeds[a] = true }
 #ifdef STOPS_WHAT_MAY_LAND
@@ -336,9 +356,11 @@ proctype Pair(byte p) {
 end_pair:
     do
     :: d_step { !dead[p] && !silent[p] && heard[p] < hello_now -> hear(p, heard[p] + 1) }
-    :: d_step { !dead[p] && !silent[p] && heard[p] + 1 < hello_now -> hear(p, hello_now) } /* the others are lost */
     /* P's own new generation: its transport begins anew. */
-    :: d_step { !dead[p] && lives_apart[p] -> lives_apart[p] = false; broken[p] = 0 }
+    :: d_step { !dead[p] && lives_apart(p) -> apart[p] = 0; broken[p] = 0 }
+#ifdef PARTED_IS_LIFTED
+    :: d_step { apart[p] -> apart[p] = 0 } /* after a while */
+#endif
     :: d_step { !is_here(p) && seems < SEEMS && fenced_by_any ->
         seems++;
 #ifdef SEEMING_IS_DEATH
@@ -351,13 +373,13 @@ end_pair:
 #else
         for (a : 0 .. ATTEMPTS - 1) {
             if
-            :: peer(a) == p && fenced(a) -> seems_lost[a] = true; end_granted(a)
+            :: peer(a) == p && fenced(a) -> is_late[a] = !unproven[a]; end_granted(a)
             :: else
             fi
         }
 #endif
         a = 0 }
-    :: d_step { deaths < DEATHS && !dead[p] -> deaths++; dead[p] = true; lives_apart[p] = false; broken[p] = 0; heard[p] = 0;
+    :: d_step { deaths < DEATHS && !dead[p] -> deaths++; dead[p] = true; apart[p] = 0; broken[p] = 0; heard[p] = 0;
         for (a : 0 .. ATTEMPTS - 1) {
             if
             :: peer(a) == p -> open[a] = 0; forget(a)
@@ -481,7 +503,7 @@ end_monitor:
         what_may_land_is_forgotten_in_the_end = what_may_land_is_forgotten_in_the_end && !(job[a] == UNPROVEN && !silent[p] && !is_here(p));
     }
     for (p : 0 .. PEERS - 1) {
-        parted_ends = parted_ends && !parted[p] && !lives_apart[p]
+        parted_ends = parted_ends && !parted[p] && !lives_apart(p)
     }
     old_agents_end = phase == STEADY && oldest == current && first[0] == current && first[1] == current;
     assert(all_fences_come_down);
