@@ -92,7 +92,13 @@ byte arrived[ATTEMPTS];    /* notices, by rank */
 bool unproven[ATTEMPTS];   /* P has given it up, and something may land */
 bool is_late[ATTEMPTS];    /* a Cancel is unanswered for 5 s, or P seems dead */
 #define fenced(a) (state[a] == GRANTED || state[a] == ENDED)
-#define in_doubt(a) (state[a] == ENDED && !is_here(peer(a)) && (unproven[a] || is_late[a]))
+#ifdef DOUBTS_END_WITH_ANY
+bool is_forgotten[ATTEMPTS];
+#define is_seen(a) is_forgotten[a]
+#else
+#define is_seen(a) false
+#endif
+#define in_doubt(a) (!is_seen(a) && state[a] == ENDED && !is_here(peer(a)) && (unproven[a] || is_late[a]))
 
 /* D: generations. */
 #define STEADY 0
@@ -143,7 +149,7 @@ byte seems, others, drifts, errors, deaths, silences, rank_errors; /* spent */
 /* For fewer states: what nobody will ever look at. */
 inline tidy(a) {
     if
-    :: state[a] == OVER && job[a] == GONE ->
+    :: state[a] == OVER && job[a] == GONE && !open[a] ->
         generation[a] = 0; grants[a] = false; cancels[a] = false; block[a] = 0
     :: else
     fi
@@ -165,7 +171,8 @@ inline end_granted(a) {
 
 inline forget(a) { /* P has no record any more; it answers a Cancel */
     job[a] = GONE;
-    has_failed[a] = false; posted[a] = 0; denials[a] = 0; claim[a] = 0; target[a] = 0;
+    has_failed[a] = false; posted[a] = 0; denials[a] = 0; claim[a] = 0;
+    target[a] = (open[a] -> target[a] : 0);
     tidy(a)
 }
 
@@ -177,8 +184,10 @@ inline forget(a) { /* P has no record any more; it answers a Cancel */
 #define lives_apart(p) (apart[p] & (1 << generation_heard(p)))
 #define has_been_ended(a) (!is_here(peer(a)) && claim[a] < oldest_heard(peer(a)))
 #define has_grant(a) (hears(peer(a)) && job[a] == CLAIMING && grants[a] && generation[a] == claim[a])
-#ifdef ONE_PARTED_FOR_ALL
-#define may_begin(a) (!lives_apart(peer(a)))
+#if defined(ONE_PARTED_FOR_ALL)
+#define may_begin(a) (!lives_apart(peer(a)) && !has_been_ended(a))
+#elif defined(BEGINS_WHAT_HAS_ENDED)
+#define may_begin(a) (!(apart[peer(a)] & (1 << claim[a])) && !lives_apart(peer(a)))
 #else
 #define may_begin(a) (!(apart[peer(a)] & (1 << claim[a])) && !lives_apart(peer(a)) && !has_been_ended(a))
 #endif
@@ -226,7 +235,11 @@ inline hear(p, n) {
     heard[p] = n;
     for (a : 0 .. ATTEMPTS - 1) {
         if
+#ifdef THE_NEW_IS_THE_END
+        :: peer(a) == p && job[a] == UNPROVEN && !is_here(p) && target[a] < generation_heard(p) -> forget(a)
+#else
         :: peer(a) == p && job[a] == UNPROVEN && !is_here(p) && target[a] < oldest_heard(p) -> open[a] = 0; forget(a)
+#endif
         :: else
         fi
     }
@@ -416,9 +429,11 @@ end_generations:
     :: d_step { phase == RENEWING && answered == ALL && !refused ->
         phase = CLOSING; answered = 0; lease_over = false;
         current++;
+#ifndef PARTED_STAYS
         for (a : 0 .. PEERS - 1) {
             parted[a] = false
         }
+#endif
 #ifdef RENEWAL_IS_THE_END
         for (a : 0 .. ATTEMPTS - 1) {
             if
@@ -465,6 +480,9 @@ end_generations:
 #else
                 :: fenced(a) && generation[a] < oldest && !is_here(peer(a)) -> release(a)
 #endif
+#ifdef DOUBTS_END_WITH_ANY
+                :: in_doubt(a) && generation[a] == oldest -> is_forgotten[a] = true
+#endif
                 :: else
                 fi
             }
@@ -483,6 +501,9 @@ end_rank:
         first[r] = current; answered = answered | (1 << r) }
     :: d_step { rank_errors < RANK_ERRORS && (phase == RENEWING || phase == RETIRING) && !(answered & (1 << r)) ->
         rank_errors++; answered = answered | (1 << r); refused = refused | (1 << r) }
+#if defined(ONE_RANK_IS_ALL) || defined(ERROR_IS_AN_END)
+    :: d_step { first[r] < oldest -> first[r] = oldest } /* too late */
+#endif
     od
 }
 
