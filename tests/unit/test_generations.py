@@ -602,7 +602,7 @@ def claims_unheard(far) -> m.Attempt:
 
 
 def test_b105_no_job_begins_in_a_generation_in_which_a_transfer_has_failed(far):
-    """As the model tests/proof/generations.pml has found."""
+    """As the model tests/proof/spin/generations.pml has found."""
     one, _ = far.granted()
     two = claims_unheard(far)
     far.p.prefill.unproven(one, "broken")

@@ -500,7 +500,10 @@ end_rank:
         CUT_CHECKS
         first[r] = current; answered = answered | (1 << r) }
     :: d_step { rank_errors < RANK_ERRORS && (phase == RENEWING || phase == RETIRING) && !(answered & (1 << r)) ->
-        rank_errors++; answered = answered | (1 << r); refused = refused | (1 << r) }
+#ifndef NEVER_CAN
+        rank_errors++;
+#endif
+        answered = answered | (1 << r); refused = refused | (1 << r) }
 #if defined(ONE_RANK_IS_ALL) || defined(ERROR_IS_AN_END)
     :: d_step { first[r] < oldest -> first[r] = oldest } /* too late */
 #endif
