@@ -28,7 +28,7 @@ def verify(folder: Path, model: Path, options: str, *arguments: str, kind: tuple
     """What the verifier of this model says, with these `options` of the model and `arguments` of its own. It has looked
     at all states, or has found an error. It takes 2 GiB at most. `folder` is for its files."""
     def run(*command: str) -> str:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -17,10 +17,11 @@
  *
  * Budgets: SEEMS (an engine elsewhere that lives can't be reached), OTHERS (D is in doubt about something that is not
  * here), DRIFTS (a write fails, and may land later), ERRORS (one fails for certain), DEATHS, RANK_ERRORS (a rank can't
- * make its agent, or can't destroy it). No more than MOST renewals may come of them.
+ * make its agent, or can't destroy it). No more than MOST renewals may come of them. Not in it: reads of holds and of
+ * prefixes, pauses, P's generations but for what they do to its transport, and messages that only renew a lease.
  *
  * Each rule has a name; spin says which does not hold. Broken on purpose, one at a time: see BROKEN in
- * test_generations_model.py.
+ * test_generations_spin.py.
  */
 #ifndef PEERS
 #define PEERS 1
@@ -175,7 +176,6 @@ inline forget(a) { /* P has no record any more; it answers a Cancel */
     target[a] = (open[a] -> target[a] : 0);
     tidy(a)
 }
-
 
 #define hears(p) (!silent[p] && !dead[p])
 #define free_block (owner[0] == NOBODY || owner[BLOCKS - 1] == NOBODY)
