@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Promela model under spin (`tests/promela.py`). The large models, and the broken ones of which test_explored.py has
-the same, are heavy."""
+"""The Promela model under spin (`tests/promela.py`). The large models, and the broken ones of which test_explored.py
+has the same, are heavy."""
 from pathlib import Path
 
 import pytest

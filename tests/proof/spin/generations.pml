@@ -6,8 +6,8 @@
  *     spin -a generations.pml && cc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
  *
  * A decode engine D of two ranks, each of which makes its new agent and destroys its old ones at its own moment, and
- * PEERS prefill engines, the last of which is on D's machine with -DHERE. ATTEMPTS attempts, the first of P 0, the second
- * of the last P, the third of P 0 again, share BLOCKS blocks: one that comes free is taken by the next attempt.
+ * PEERS prefill engines, the last of which is on D's machine with -DHERE. ATTEMPTS attempts, the first of P 0, the
+ * second of the last P, the third of P 0 again, share BLOCKS blocks: one that comes free is taken by the next attempt.
  *
  * The network forgets nothing: what was ever sent may arrive at any later moment, again and again, or never. Nothing
  * that is heard twice matters, so what would change nothing is no step. SILENCES=n: so often everything between D and a
@@ -127,13 +127,15 @@ byte posted[ATTEMPTS], open[ATTEMPTS]; /* its writes, by rank: begun; not ended,
 byte target[ATTEMPTS];                 /* the generation that they go to */
 bool has_failed[ATTEMPTS];             /* a write of it: no other begins */
 byte heard[PEERS];                     /* the latest HelloReply; see hello_now */
-byte broken[PEERS];                    /* by generation of D: a transfer has failed, and P's own transport is the same */
+byte broken[PEERS];                    /* by generation of D: a transfer has failed, and P's transport is the same */
 byte apart[PEERS];                     /* what P knows of that */
 bool dead[PEERS], silent[PEERS];
 
-/* What was sent. HelloReply n says that D's generation is the half of n, rounded up, and its oldest one the half, rounded down. */
+/* What was sent. HelloReply n says that D's generation is the half of n, rounded up, and its oldest one the half,
+ * rounded down. */
 byte claims[ATTEMPTS], denials[ATTEMPTS]; /* by generation */
-bool grants[ATTEMPTS], cancels[ATTEMPTS], stoppeds[ATTEMPTS], faileds[ATTEMPTS], failed_parted[ATTEMPTS], gave_ups[ATTEMPTS];
+bool grants[ATTEMPTS], cancels[ATTEMPTS];
+bool stoppeds[ATTEMPTS], faileds[ATTEMPTS], failed_parted[ATTEMPTS], gave_ups[ATTEMPTS];
 byte notices[ATTEMPTS];                   /* by rank */
 #define hello_now (current + oldest)
 #define generation_heard(p) ((heard[p] + 1) / 2)
@@ -221,6 +223,11 @@ inline give_up(a) {
         job[a] = UNPROVEN; posted[a] = 0; has_failed[a] = false;
         gave_ups[a] = state[a] != OVER
     fi
+}
+
+inline say_failed(a) {
+    faileds[a] = state[a] != OVER;
+    failed_parted[a] = faileds[a] && lives_apart(peer(a))
 }
 
 inline notice(a, r) {
@@ -320,7 +327,7 @@ end_job:
     :: d_step { hears(peer(a)) && job[a] == CLAIMING && (denials[a] & (1 << claim[a])) &&
                 generation_heard(peer(a)) > claim[a] -> make_claim(a) }
     :: d_step { has_grant(a) && !may_begin(a) ->
-        faileds[a] = state[a] != OVER; failed_parted[a] = faileds[a] && lives_apart(peer(a));
+        say_failed(a);
         forget(a) }
     :: d_step { has_grant(a) && may_begin(a) ->
         job[a] = RUNNING;
@@ -340,8 +347,9 @@ end_job:
     :: d_step { may_post(a, 1) -> post(a, 1) }
     :: d_step { may_end(a, 0) -> open[a] = open[a] & ~1; notices[a] = (state[a] == OVER -> 0 : notices[a] | 1) }
     :: d_step { may_end(a, 1) -> open[a] = open[a] & ~2; notices[a] = (state[a] == OVER -> 0 : notices[a] | 2) }
-    :: d_step { !dead[peer(a)] && job[a] == RUNNING && posted[a] == ALL && !open[a] && !has_failed[a] -> forget(a) } /* sent */
-    :: d_step { !dead[peer(a)] && job[a] == RUNNING && has_failed[a] && !open[a] -> faileds[a] = state[a] != OVER; failed_parted[a] = faileds[a] && lives_apart(peer(a)); forget(a) }
+    :: d_step { !dead[peer(a)] && job[a] == RUNNING && posted[a] == ALL && !open[a] && !has_failed[a] ->
+        forget(a) } /* sent */
+    :: d_step { !dead[peer(a)] && job[a] == RUNNING && has_failed[a] && !open[a] -> say_failed(a); forget(a) }
     :: d_step { !dead[peer(a)] && job[a] == STOPPING && !open[a] -> stoppeds[a] = state[a] != OVER; forget(a) }
     :: d_step { !dead[peer(a)] && writes(a) && !has_failed[a] && errors < ERRORS && (open[a] & 1) ->
         errors++; open[a] = open[a] & ~1; has_failed[a] = true }
@@ -353,7 +361,8 @@ end_job:
     :: d_step { hears(peer(a)) && cancels[a] && job[a] == RUNNING -> job[a] = STOPPING }
     :: d_step { hears(peer(a)) && cancels[a] && job[a] == CLAIMING && claim[a] == generation[a] ->
         stoppeds[a] = state[a] != OVER; forget(a) }
-    :: d_step { hears(peer(a)) && cancels[a] && (job[a] == IDLE || job[a] == GONE || job[a] == CLAIMING && claim[a] != generation[a]) &&
+    :: d_step { hears(peer(a)) && cancels[a] &&
+                (job[a] == IDLE || job[a] == GONE || job[a] == CLAIMING && claim[a] != generation[a]) &&
                 fenced(a) && !stoppeds[a] -> stoppeds[a] = true }
 #ifdef STOPS_WHAT_MAY_LAND
     :: d_step { hears(peer(a)) && cancels[a] && job[a] == UNPROVEN && fenced(a) && !stoppeds[a] -> stoppeds[a] = true }
@@ -513,7 +522,9 @@ end_rank:
 /* Memory: what lands finds the block its own. */
 proctype Memory() {
 end_memory:
-    atomic { any_lands_wrong -> no_write_lands_in_a_block_of_another = false; assert(no_write_lands_in_a_block_of_another) }
+    atomic { any_lands_wrong ->
+        no_write_lands_in_a_block_of_another = false;
+        assert(no_write_lands_in_a_block_of_another) }
 }
 
 /* Where nothing can happen any more. */
@@ -523,8 +534,11 @@ end_monitor:
     atomic { timeout ->
     for (a : 0 .. ATTEMPTS - 1) {
         p = peer(a);
-        all_fences_come_down = all_fences_come_down && !(fenced(a) && !(is_here(p) && !dead[p] && (silent[p] || job[a] == UNPROVEN)));
-        what_may_land_is_forgotten_in_the_end = what_may_land_is_forgotten_in_the_end && !(job[a] == UNPROVEN && !silent[p] && !is_here(p));
+        /* Of a P on D's machine one stays up that only its word or its death brings down. */
+        all_fences_come_down = all_fences_come_down &&
+            (!fenced(a) || is_here(p) && !dead[p] && (silent[p] || job[a] == UNPROVEN));
+        what_may_land_is_forgotten_in_the_end = what_may_land_is_forgotten_in_the_end &&
+            (job[a] != UNPROVEN || silent[p] || is_here(p))
     }
     for (p : 0 .. PEERS - 1) {
         parted_ends = parted_ends && !parted[p] && !lives_apart(p)

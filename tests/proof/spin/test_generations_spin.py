@@ -36,8 +36,8 @@ LARGE = {
     "two Ps, one of them on D's machine, a write fails, and lands later":
         ("-DPEERS=2 -DHERE -DBLOCKS=2 -DDRIFTS=1", 5_013_769),
 }
-# What is broken on purpose, and in which scene: the rule that does not hold then. Each scene is in GOOD, or is a part of
-# one that is.
+# What is broken on purpose, and in which scene: the rule that does not hold then. Each scene is in GOOD, or is a part
+# of one that is.
 BROKEN = {
     "-DONE_RANK_IS_ALL": "no_write_lands_in_a_block_of_another",
     "-DRENEWAL_IS_THE_END": "no_write_lands_in_a_block_of_another",
