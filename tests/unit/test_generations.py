@@ -646,6 +646,19 @@ def test_b105_no_job_begins_in_a_generation_that_d_has_ended(far):
     assert far.take("p", Prefill) == [] and far.p.operators.open_attempts() == []
 
 
+def test_b106_a_p_that_has_not_heard_of_the_new_generation_parts_nobody_in_it(far):
+    one, _ = far.granted()
+    two = claims_unheard(far)
+    far.p.prefill.unproven(one, "broken")
+    far.pump()
+    far.passes(0.25)
+    far.lost = (m.HelloReply, )
+    far.renew(far.d)
+    far.passes(1.0)
+    assert [one.parted for one in far.sent if isinstance(one, m.Failed)] == [True]
+    assert two in [end.attempt for end in far.take("d", Fallback)] and far.d.operators.counts()["parted"] == 0
+
+
 def end_generation_unheard(far) -> None:
     """D has ended its generation, and P does not hear it."""
     far.lost = (m.HelloReply, )

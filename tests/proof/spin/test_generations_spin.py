@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """B105, B107: the fence that is the receiver's own act, as a model in Promela under spin (`tests/promela.py`). It is
-written from docs/protocol.md and shares nothing with the explorer, so an error in one is no error in the other.
+written from docs/protocol.md, and shares nothing with the protocol's code or the explorer.
 
 A folder of its own: the searches beside it need not run again when the model has changed (`tests/searches.py`)."""
 from pathlib import Path
