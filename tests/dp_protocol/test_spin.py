@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Promela model under spin. Where spin is missing these tests are skipped, but not in CI: there they fail.
-(`. scripts/env.sh` as root on Debian installs it.) The large models, and the broken ones of which test_explored.py has
-the same, are heavy."""
-import os
-import re
-import shutil
-import subprocess
+"""The Promela model under spin (`tests/promela.py`). The large models, and the broken ones of which test_explored.py
+has the same, are heavy."""
 from pathlib import Path
 
 import pytest
 
 from tests.dp_protocol import broken
+from tests.promela import counted, require_tools, verify
 
 MODEL = Path(__file__).with_name("model.pml")
-COMPILER = shutil.which("gcc") or shutil.which("cc")
 
 # options: states. Asserted, for a model that has silently become smaller proves less.
 GOOD = {
@@ -56,36 +51,20 @@ def heavy(options):
 
 @pytest.fixture(scope="module", autouse=True)
 def tools():
-    missing = [name for name, found in (("spin", shutil.which("spin")), ("a C compiler", COMPILER)) if not found]
-    if missing:
-        text = f"{' and '.join(missing)} missing: apt-get install spin gcc"
-        if os.environ.get("CI"):
-            pytest.fail(text)
-        pytest.skip(text)
+    require_tools()
 
 
 def spin(folder, options, optimised="-O1"):
     """What the verifier says."""
-    def run(*command):
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    run("spin", *options.split(), "-a", str(MODEL))
-    run(COMPILER, "-w", optimised, "-DSAFETY", "-DMEMLIM=2048", "-o", "pan", "pan.c")
     stuck = ["-E"] if "-DSTOPS" in options else []  # whoever waits for a stopped rank
-    report = run("./pan", "-m100000", *stuck)
-    assert "max search depth too small" not in report
-    assert "Search not completed" not in report or "errors: 1" in report
-    return report
+    return verify(folder, MODEL, options, *stuck, optimised=optimised)
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("options", [*GOOD, *heavy(LARGE)])
 def test_b70_spin_finds_nothing(tmp_path, options):
     report = spin(tmp_path, options)
-    states, depth = (int(re.search(pattern, report).group(1)) for pattern in (r"(\d+) states, stored",
-                                                                              r"depth reached (\d+)"))
+    states, depth = counted(report)
     print(f"spin {options}: {states} states, {depth} deep")
     assert "errors: 0" in report
     assert states == (GOOD | LARGE)[options]

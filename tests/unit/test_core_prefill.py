@@ -168,8 +168,8 @@ def test_b20_jobs_that_may_land_take_no_place_of_other_jobs(side):
     for number in range(PrefillLimits().max_jobs):
         side.offer(0.0, job(number))
         side.receive(0.0, "d", grant(number + 1, attempt=m.Attempt("d", "r", number)))
+    for number in range(PrefillLimits().max_jobs):
         side.unproven(0.0, m.Attempt("d", "r", number), "why")
-        side.parted.clear()
     assert len(side.unproven_jobs()) == PrefillLimits().max_jobs
     side.offer(0.0, job(999))
     assert m.Attempt("d", "r", 999) in side.states() and not side.dropped

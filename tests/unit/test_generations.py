@@ -591,6 +591,74 @@ def test_b106_a_write_that_failed_in_a_generation_that_is_over_parts_nobody(far)
         assert us.operators.counts()["parted"] == 0 and us.operators.open_attempts() == []
 
 
+def claims_unheard(far) -> m.Attempt:
+    """D has granted this attempt, and P has not got the grant, so it asks on."""
+    far.lost = (m.Grant, )
+    attempt = far.d.decode.next_attempt("r")
+    far.d.decode.submit(attempt, TOKENS, [6, 7], 0)
+    far.pump()
+    assert attempt in far.d.operators.open_attempts()
+    return attempt
+
+
+def test_b105_no_job_begins_in_a_generation_in_which_a_transfer_has_failed(far):
+    """As the model tests/proof/spin/generations.pml has found."""
+    one, _ = far.granted()
+    two = claims_unheard(far)
+    far.p.prefill.unproven(one, "broken")
+    far.pump()
+    far.passes(0.25)
+    far.renew(far.d)
+    assert far.p.operators.counts()["parted"] == 0, "P knows the new generation"
+    assert far.take("d", RetireTransport) == [], "D waits for the other one"
+    far.lost = ()
+    far.passes(1.0)
+    assert far.take("p", Prefill) == [], "it could not be written"
+    assert [end.attempt for end in far.take("d", Fallback)] == [one, two]
+    assert far.take("d", Released) == [Released(two)] and far.d.operators.counts()["parted"] == 0
+    far.retire(far.d)
+    assert far.granted()[1].peer == "d~1"
+
+
+def test_b105_after_an_own_renewal_p_goes_on_in_the_same_generation_of_d(far):
+    one, _ = far.granted()
+    two = claims_unheard(far)
+    far.lost = (m.Grant, m.GaveUp)
+    far.p.prefill.unproven(one, "broken")
+    far.passes(0.25)
+    far.renew(far.p)
+    far.lost = ()
+    far.passes(1.0)
+    assert [(job.attempt, job.peer) for job in far.take("p", Prefill)] == [(two, "d")]
+
+
+def test_b105_no_job_begins_in_a_generation_that_d_has_ended(far):
+    attempt = claims_unheard(far)
+    grant = next(one for one in far.sent if isinstance(one, m.Grant))
+    far.lost = (m.Grant, m.Cancel, m.Deny)
+    far.d.control.lifeline_gone("p")
+    far.passes(0.25)
+    far.renew(far.d)
+    far.retire(far.d)
+    assert far.take("d", Released) == [Released(attempt)]
+    far.p.control.receive(MessageSource.DECODE, "d", grant)
+    far.pump()
+    assert far.take("p", Prefill) == [] and far.p.operators.open_attempts() == []
+
+
+def test_b106_a_p_that_has_not_heard_of_the_new_generation_parts_nobody_in_it(far):
+    one, _ = far.granted()
+    two = claims_unheard(far)
+    far.p.prefill.unproven(one, "broken")
+    far.pump()
+    far.passes(0.25)
+    far.lost = (m.HelloReply, )
+    far.renew(far.d)
+    far.passes(1.0)
+    assert [one.parted for one in far.sent if isinstance(one, m.Failed)] == [True]
+    assert two in [end.attempt for end in far.take("d", Fallback)] and far.d.operators.counts()["parted"] == 0
+
+
 def end_generation_unheard(far) -> None:
     """D has ended its generation, and P does not hear it."""
     far.lost = (m.HelloReply, )

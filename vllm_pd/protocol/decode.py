@@ -468,7 +468,7 @@ class DecodeProtocol:
         record = self._held_by(sender, message)
         if record is None:
             return self._drop("failed_unknown")
-        if message.parted:
+        if message.parted and record.generation == self.generations.current:  # as with GaveUp
             self.parted.add(sender)
         return self._p_stopped(now, record, FallbackReason.FAILED, message.reason)
 

@@ -65,6 +65,7 @@ class Peer:
         self.is_unreached = False  # it has not answered in time, and no message of it has come since
         self.generation = 0  # in which it can be written to
         self.oldest = 0  # in none before this one anything lands there, unless it is on this machine
+        self.failed_in = (-1, -1)  # the newest generations, ours and its, between which a transfer has failed
         self.added: tuple[int, ...] = ()  # those that our transport was asked to add, the newest last
 
     @property
@@ -102,6 +103,17 @@ class Peering:
         """The generation in which this peer can be written to; 0 where it is not known."""
         peer = self._peers.get(incarnation)
         return 0 if peer is None else peer.generation
+
+    def failed(self, incarnation: str, generation: int) -> None:
+        """A transfer with this peer, in that generation of it, has failed, and its bytes may land."""
+        peer = self._peers.get(incarnation)
+        if peer is not None:
+            peer.failed_in = max(peer.failed_in, (self._generations.current, generation))
+
+    def has_failed(self, incarnation: str, generation: int) -> bool:
+        """Whether one has, with this peer, which is known, and ours is the same still: none is to begin there."""
+        ours, theirs = self._peers[incarnation].failed_in
+        return self._generations.current <= ours and generation <= theirs
 
     def members(self) -> dict[str, m.Member]:
         """The members of those that have answered."""

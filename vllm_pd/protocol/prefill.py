@@ -127,6 +127,7 @@ class PrefillProtocol:
             return self.failed(now, attempt, reason)
         job.state = JobState.UNPROVEN
         job.next_ask, job.unproven_until = now + ASK_S, now + UNPROVEN_KEPT_S
+        self._peering.failed(attempt.incarnation, job.generation)
         if job.generation >= self._peering.generation_of(attempt.incarnation):  # else D has a newer one already
             self.parted.add(attempt.incarnation)
         self.counters["unproven"] += 1
@@ -136,6 +137,8 @@ class PrefillProtocol:
         """The read of D's prefix for this job has failed, and its bytes may land here until this engine or D has ended.
         The engine gives the job up, of which nothing was written: D may reuse all of its blocks."""
         self._unproven_reads[attempt] = self.generations.newest
+        if attempt in self._jobs:
+            self._peering.failed(attempt.incarnation, self._jobs[attempt].generation)
         self.parted.add(attempt.incarnation)
         self.counters["read_unproven"] += 1
         return self.failed(now, attempt, reason)
@@ -398,9 +401,12 @@ class PrefillProtocol:
                                "an earlier transfer between the two failed, and it has not begun anew since")
         if self._peering.find(sender).state is not PeerState.PEER:
             return self.failed(now, job.attempt, "the transport could not add the decode engine: see the log there")
-        job.state = JobState.RUNNING
         job.own_generation = self.generations.current
         job.is_elsewhere = is_elsewhere(self.member, self._peering.find(sender).member)
+        if self._is_fenced(job) or self._peering.has_failed(sender, job.generation):  # the two go on in a newer one
+            self.counters["parted"] += 1
+            return self.failed(now, job.attempt, "nothing can be written any more where this was granted")
+        job.state = JobState.RUNNING
         job.claim_s = max(0.0, now - job.claimed_at)
         self.counters["granted"] += 1
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
