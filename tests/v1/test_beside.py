@@ -31,6 +31,7 @@ from vllm_pd.v1.beside import handover
 from vllm_pd.v1.beside.config import KEY, offloading_config
 from vllm_pd.v1.beside.handover import OffloadedTier, V1HandoverBeside
 from vllm_pd.v1.settings import OWN_KEY
+from vllm_pd.v1.store.handover import V1HandoverWithStore
 
 BLOCK_BYTES = 1 << 12  # of a block of the simulated shape, as vLLM counts it
 
@@ -243,6 +244,7 @@ class FakeRank:
 def make(model_folder, in_flight, monkeypatch, request):
     """Makes engines with a tier of their own."""
     monkeypatch.setattr("vllm_pd.v1.worker.RankWorker", FakeRank)
+    monkeypatch.setattr("vllm_pd.v1.binding.FENCES_S", 0.0)
     monkeypatch.setattr(TieredEngine, "ranks", request.param)
     monkeypatch.setattr(ParallelConfig, "__post_init__", with_ranks(ParallelConfig.__post_init__, request.param))
     return lambda engine=TieredEngine, **settings: engine(model_folder, in_flight, **settings)
@@ -441,22 +443,21 @@ class NoLoadFence(V1HandoverBeside):
             self._load_fence.release(key)
 
 
-class Forgets(V1HandoverBeside):
-    """Broken: a load that ends is taken for right after a reset."""
+class Unflushed(V1HandoverBeside):
+    """Broken: OffloadingConnector is not asked for a request that will not be loaded for."""
 
-    def cache_reset(self):
-        """Nothing."""
+    def match(self, request, cached_tokens):
+        if request.request_id in self._loaded:
+            return V1HandoverWithStore.match(self, request, cached_tokens)
+        return super().match(request, cached_tokens)
 
 
-PLANTED = [NoFence, NoHold, OneRank, NoLoadFence]
+PLANTED = [NoFence, NoHold, OneRank, NoLoadFence, Unflushed]
 
 
-@pytest.mark.parametrize("broken", [NoFence, NoHold], ids=lambda one: one.__name__)
-def test_b116_the_copy_of_a_block_that_a_peer_writes_is_found(make, broken):
+def test_b116_a_copy_of_a_block_that_a_peer_writes_is_found(make):
     """As `no_peer_gets_blocks`, with what is broken on purpose."""
-    engine = make(planted(broken), blocks=12, prompts_only=False)
-    if broken is NoHold and not engine.config.scheduler_config.async_scheduling:
-        return  # then all blocks are known to be whole while the request runs
+    engine = make(planted(NoFence), blocks=12)
     engine.eager_peers = True
     with pytest.raises(AssertionError):
         hold_a_copy(engine)
@@ -465,6 +466,30 @@ def test_b116_the_copy_of_a_block_that_a_peer_writes_is_found(make, broken):
             engine.turn()
         engine.end_copies()
         engine.run()
+
+
+@pytest.mark.parametrize("binding", [V1HandoverBeside, NoHold], ids=lambda one: one.__name__)
+def test_b116_the_last_block_of_an_answer_is_copied_when_the_request_has_ended(make, binding):
+    """B116: with async scheduling its tokens are known then only. The step after gives its blocks to another."""
+    engine = make(planted(binding), blocks=12, prompts_only=False)
+    engine.eager_peers = True
+    engine.add("a", prompt(100), 13, params=SamplingParams(max_tokens=13, temperature=0, ignore_eos=True,
+                                                           prompt_logprobs=1))
+    while "a" in engine.scheduler.requests:
+        engine.turn()
+    engine.holds_copies = True
+    engine.add("b", prompt(170), 2)
+    try:
+        for _ in range(5):
+            engine.turn()
+        engine.end_copies()
+        engine.run()
+        engine.prefilled("b")
+        engine.end()
+    except WrongCopy:
+        assert binding is NoHold
+    else:
+        assert binding is V1HandoverBeside or not engine.config.scheduler_config.async_scheduling
 
 
 def planted(broken):
@@ -717,7 +742,8 @@ def history(engine, seed):
                 engine.transfer.end(write.key)
         elif draw < 0.82:
             engine.holds_copies = False
-            engine.scheduler.reset_prefix_cache(not len(engine.binding.fence), rng.random() < 0.2)
+            is_free = not len(engine.binding.fence) and not engine.protocol.jobs.keys() - engine.released
+            engine.scheduler.reset_prefix_cache(is_free, rng.random() < 0.2)
         if engine.has_work():
             engine.turn()
     engine.holds_copies = False
