@@ -28,7 +28,7 @@ from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.transfer.requests import Read
 from vllm_pd.v1.beside import connector as beside
 from vllm_pd.v1.beside import handover
-from vllm_pd.v1.beside.config import KEY, offloading_config
+from vllm_pd.v1.beside.config import KEY
 from vllm_pd.v1.beside.handover import OffloadedTier, V1HandoverBeside
 from vllm_pd.v1.settings import OWN_KEY
 from vllm_pd.v1.store.handover import V1HandoverWithStore
@@ -211,7 +211,8 @@ class TieredEngine(Engine):
         assert not (half._req_status or half._jobs or half._block_id_to_pending_jobs or half._chunks_being_loaded)
         assert not any(copies.open for copies in self.workers)
         manager = self.manager_of_tier
-        assert manager._num_evictable_cache_chunks == len(manager._policy.chunks) and not manager._num_write_pending_chunks
+        assert manager._num_evictable_cache_chunks == len(manager._policy.chunks)
+        assert not manager._num_write_pending_chunks
 
     def end(self):
         self.holds_copies = False
@@ -520,7 +521,7 @@ def test_b116_no_answer_delays_a_request_and_others_pass(make, monkeypatch):
     monkeypatch.setattr(handover, "ANSWER_S", 1000.0)
     offloaded(engine, asked, 5)
     lookup = engine.manager_of_tier.lookup
-    is_asked = {get_offload_name for get_offload_name in list(engine.right)[:5]}
+    is_asked = set(list(engine.right)[:5])
 
     def late(key, context):
         if get_offload_block_hash(key) not in is_asked:

@@ -53,6 +53,10 @@ def take_apart(transfer: KVTransferConfig) -> tuple[KVTransferConfig, dict[str, 
     if theirs.kv_connector_module_path is not None:
         raise ConfigError(f"kv_connector_module_path of {OFFLOADING}", theirs.kv_connector_module_path,
                           "remove it: only vLLM's own was tried")
+    if theirs.kv_connector_extra_config.get("sync_load_budget_bytes"):  # of 0.33
+        raise ConfigError("sync_load_budget_bytes", theirs.kv_connector_extra_config["sync_load_budget_bytes"],
+                          "remove it: a load is waited for before it is decided who computes the rest, and one within "
+                          "a step ends after that")
     if "store" in ours.kv_connector_extra_config:
         raise ConfigError("store", ours.kv_connector_extra_config["store"], f"leave it out, or {OFFLOADING}: both load "
                           "what follows a prefix hit")
