@@ -24,7 +24,7 @@ START_S = 600.0
 ANSWER_S = 600.0
 LABELS = ("model_name", "engine")  # the same in all samples
 USAGE = "vllm:kv_cache_usage_perc"  # the share of its blocks that somebody has
-FIGURES = ("vllm:pd_", "vllm:spec_decode_", USAGE)
+FIGURES = ("vllm:pd_", "vllm:spec_decode_", "vllm:kv_offload_", USAGE)
 _FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
@@ -82,9 +82,9 @@ def note_drafts(file: str) -> None:
 
 
 def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts: str | None = None,
-          **arguments: Any) -> None:
+          beside: dict[str, Any] | None = None, **arguments: Any) -> None:
     """The child: an engine that answers what comes over the connection. `role` None: without disaggregation. `drafts`:
-    the file of `note_drafts`."""
+    the file of `note_drafts`. `beside`: a connector beside ours, which D names first, and P last."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -100,6 +100,10 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     if role is not None:
         arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": role,
                                            "kv_connector_extra_config": extra}
+    if beside is not None:
+        children = [arguments["kv_transfer_config"], beside][::1 if role == "kv_producer" else -1]
+        arguments["kv_transfer_config"] = {"kv_connector": "MultiConnector", "kv_role": "kv_both",
+                                           "kv_connector_extra_config": {"connectors": children}}
     if arguments.get("pipeline_parallel_size", 1) > 1:
         # vLLM's CPU worker makes the buffer for what comes from the stage before in its warm-up, which it leaves out in
         # eager mode and with this variable: the first step then ends the engine.
@@ -132,6 +136,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
             time.sleep(after_s)
             llm.llm_engine.abort_request(ids)
             connection.send(None)
+        elif order == "forget":
+            connection.send(llm.reset_prefix_cache())
         elif order == "load":
             connection.send(llm.llm_engine.add_lora(LoRARequest(*values[0])))
         elif order == "rpc":
@@ -195,6 +201,11 @@ class RealEngine:
     def load(self, lora: tuple) -> None:
         """As the front end of a server loads this adapter: (name, number, path)."""
         self._connection.send(("load", lora))
+        assert self._receive(ANSWER_S)
+
+    def forget_prefixes(self) -> None:
+        """Empty its prefix cache."""
+        self._connection.send(("forget", ))
         assert self._receive(ANSWER_S)
 
     def rpc(self, method: str) -> None:

@@ -354,7 +354,10 @@ class FakeAccess:
         return made
 
     def finish_steps(self, needs_step=lambda: False):
-        while self._engine.begun_steps or needs_step():
+        while needs_step():
+            self._engine.turn()
+        newest = self._engine.begun_steps[-1] if self._engine.begun_steps else None
+        while any(one is newest for one in self._engine.begun_steps):
             self._engine.turn()
 
     def publish(self, stats):

@@ -28,6 +28,8 @@ from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import take_free_run
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1 import front, required
+from vllm_pd.v1.beside.config import offloading_config
+from vllm_pd.v1.beside.connector import PDConnectorBeside
 from vllm_pd.v1.claim import SCHEDULER, check_config
 from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.plugin import register
@@ -56,6 +58,17 @@ def activated():
 def transfer(role: str = "kv_consumer", extra: dict | None = None, **more) -> KVTransferConfig:
     return KVTransferConfig(**{"kv_connector": "PDConnector", "kv_role": role,
                                "kv_connector_extra_config": extra or BROKER, **more})
+
+
+OURS = {"kv_connector": "PDConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": BROKER}
+TIER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+
+
+def several(*children: str | dict) -> dict:
+    """What `transfer` takes for a MultiConnector of these; of a name alone: ours, or one without settings."""
+    each = [one if isinstance(one, dict) else {**OURS, "kv_connector": one} for one in children]
+    return {"kv_connector": "MultiConnector", "role": "kv_both", "extra": {"connectors": each}}
 
 
 def configure(kv: KVTransferConfig | None, **more) -> VllmConfig:
@@ -121,6 +134,38 @@ def test_b104_the_store_brings_another_class_of_the_same_name():
     assert config.scheduler_config.scheduler_cls == SCHEDULER and read_settings(config).extra == STORED
 
 
+@pytest.mark.parametrize("children", [(OURS, TIER), (TIER, OURS)], ids=["ours first", "ours last"])
+def test_b116_a_multiconnector_with_offloading_becomes_one_class_that_owns_both(children):
+    """B116: in either order. Ours has its own role and settings, the other its own; the user's object stays."""
+    mine = transfer(**several(*children))
+    config = configure(mine)
+    config.__post_init__()
+    kv = config.kv_transfer_config
+    assert KVConnectorFactory.get_connector_class(kv) is PDConnectorBeside
+    assert (kv.kv_connector, kv.kv_role, kv.kv_load_failure_policy) == ("PDConnector", "kv_both", "recompute")
+    assert kv.engine_id == mine.engine_id and config.scheduler_config.scheduler_cls == SCHEDULER
+    assert config.scheduler_config.disable_hybrid_kv_cache_manager
+    settings = read_settings(config)
+    assert (settings.kv_role, settings.extra) == ("kv_consumer", BROKER)
+    theirs = offloading_config(pickle.loads(pickle.dumps(config))).kv_transfer_config
+    assert (theirs.kv_connector, theirs.kv_connector_module_path) == ("OffloadingConnector", None)
+    assert theirs.kv_connector_extra_config == TIER["kv_connector_extra_config"] and theirs.engine_id == mine.engine_id
+    assert PDConnectorBeside.get_required_kvcache_layout(config) == "LBHNC"
+    assert mine.kv_connector == "MultiConnector" and mine.kv_connector_extra_config == {"connectors": list(children)}
+
+
+def test_b116_what_a_child_says_of_itself_wins():
+    """B116: an engine_id, for the tier alone."""
+    config = configure(transfer(**several({**TIER, "engine_id": "its own"}, "PDConnector")))
+    assert offloading_config(config).kv_transfer_config.engine_id == "its own" != config.kv_transfer_config.engine_id
+
+
+def test_b116_ids_that_come_again_are_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(ConfigError, match="VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=True.*unset it"):
+        configure(transfer(**several(OURS, TIER)))
+
+
 def test_a_configuration_that_is_checked_again_stays_the_same():
     config = configure(transfer("kv_producer"))
     before = config.kv_transfer_config
@@ -148,13 +193,27 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
     ({}, {"weight_transfer_config": {"backend": "nccl"}}, "weight_transfer_config=.*restart engines"),
     ({"enable_permute_local_kv": True}, {}, "enable_permute_local_kv=True.*remove it"),
     ({"kv_connector_module_path": "vllm_pd.v1.activate"}, {}, "kv_connector_module_path=.*remove it"),
-    ({"kv_connector": "MultiConnector", "extra": {"connectors": [
-        {"kv_connector": "PDConnector", "kv_role": "kv_both", "kv_connector_extra_config": BROKER}]}}, {},
-     "kv_connector='MultiConnector'.*by itself.*\"store\""),
-    ({"kv_connector": "MultiConnector", "extra": {"connectors": [
-        {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        for name, extra in (("PDConnector", BROKER), ("PDStoreConnector", {}))]}}, {},
-     "kv_connector='MultiConnector'.*by itself.*\"store\""),
+    (several("PDConnector"), {}, r"connectors=\['PDConnector'\].*by itself.*\"store\""),
+    (several("PDConnector", "PDConnector", TIER), {}, "connectors=.*once each"),
+    (several("PDConnector", "PDStoreConnector"), {}, r"connectors=.*by itself.*\"store\""),
+    (several("PDConnector", "ExampleConnector"), {}, "connectors=.*OffloadingConnector"),
+    (several("PDConnector", TIER, "ExampleConnector"), {}, "connectors=.*once each"),
+    (several("PDConnector", {**TIER, "kv_role": "kv_consumer"}), {},
+     "kv_role of OffloadingConnector='kv_consumer'.*kv_both"),
+    (several("PDConnector", {**TIER, "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1."
+                             "offloading_connector"}), {}, "module_path of OffloadingConnector=.*remove it"),
+    (several("PDConnector", {**TIER, "kv_connector_extra_config": {"sync_load_budget_bytes": 1}}), {},
+     "sync_load_budget_bytes=1.*remove it"),
+    (several({**OURS, "kv_connector_module_path": "vllm_pd.v1.activate"}, TIER), {},
+     "kv_connector_module_path=.*remove it"),
+    (several({**OURS, "kv_connector_extra_config": STORED}, TIER), {}, "store=.*leave it out"),
+    (several(TIER, "PDConnector"), {"enable_prefix_caching": False}, "enable_prefix_caching=False.*prefix hit"),
+    (several(TIER, "PDConnector"), {"enable_lora": True}, "lora_config=.*told apart"),
+    (several(TIER, "PDConnector"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+     "speculative_config=.*not tried"),
+    (several(TIER, "PDConnector"), {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+     "pipeline_parallel_size=2.*tensor-parallel ranks only"),
+    (several(TIER, "PDConnector"), {"data_parallel_size": 2}, "data_parallel_size=2.*tensor-parallel ranks only"),
     ({"extra": STORED}, {"enable_prefix_caching": False}, "enable_prefix_caching=False.*prefix hit"),
     ({"extra": STORED}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
      "pipeline_parallel_size=2.*tensor-parallel ranks of one host"),
@@ -230,6 +289,8 @@ def test_b80_offloading_where_our_class_was_imported_before():
     configure(transfer())
     with pytest.raises(ConfigError, match="kv_offloading_size=4.*kv-transfer-config.*PDConnector"):
         configure(transfer(), kv_offloading_size=4)
+    with pytest.raises(ConfigError, match=f"MultiConnector.*OffloadingConnector.*cpu_bytes_to_use.: {4 << 30}"):
+        configure(transfer(**several("PDConnector", TIER)), kv_offloading_size=4)  # vLLM leaves our name inside
     assert configure(None, kv_offloading_size=4).kv_transfer_config.kv_connector == "OffloadingConnector"
     other = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     assert configure(other, kv_offloading_size=4).scheduler_config.scheduler_cls is None

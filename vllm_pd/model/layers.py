@@ -76,7 +76,7 @@ def check_v1_layers(config: VllmConfig) -> None:
                           f"{ONE_SHAPE}here (KV heads, head size) are {sorted(kinds)}")
 
 
-def check_states(config: VllmConfig, has_store: bool) -> None:
+def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = False) -> None:
     """What can't be together with recurrent states. Raises ConfigError."""
     if not config.model_config.has_inner_state:
         return
@@ -85,6 +85,7 @@ def check_states(config: VllmConfig, has_store: bool) -> None:
     model = f"of a model with recurrent states ({config.model_config.model})"
     for key, value, cure in (
         ("store", has_store, f"leave it out: the store keeps KV, and nothing {model}"),
+        ("OffloadingConnector", is_offloading, f"leave it out: it was not tried with the states {model}"),
         ("pipeline_parallel_size", stages > 1 and stages, f"use 1: stages {model} were not tried"),
         ("speculative_config.method", drafting and drafting.method, f"remove it: drafts {model} were not tried"),
         ("prefix_match_unit", cache.prefix_match_unit, f"remove it: prefix hits {model} must be whole blocks"),
@@ -130,13 +131,14 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
                           f"drafts) are {sorted(states)}")
 
 
-def choose_one_group(config: VllmConfig, is_asked_for: bool, has_store: bool) -> None:
+def choose_one_group(config: VllmConfig, is_asked_for: bool, has_store: bool, is_offloading: bool = False) -> None:
     """Have V1 keep all layers in one group, as with `--disable-hybrid-kv-cache-manager`, where something else is on
-    that was not tried with several. `is_asked_for`: the user has written the flag that turns the manager on. Raises
-    ConfigError for both together."""
+    that was not tried with several. `is_asked_for`: the user has written the flag that turns the manager on.
+    `is_offloading`: with OffloadingConnector. Raises ConfigError for both together."""
     scheduler, drafting = config.scheduler_config, config.speculative_config
     stages = config.parallel_config.pipeline_parallel_size
-    reasons = {"store": has_store, "pipeline_parallel_size": stages > 1 and stages,
+    reasons = {"store": has_store, "OffloadingConnector": is_offloading,
+               "pipeline_parallel_size": stages > 1 and stages,
                "speculative_config.method": drafting and drafting.method not in WITHOUT_KV and drafting.method}
     key = next((key for key, value in reasons.items() if value), None)
     if key is None or scheduler.disable_hybrid_kv_cache_manager:

@@ -30,7 +30,10 @@ _OURS = "broker"  # the key that every configuration of PDConnector has
 def check_offloading(config: VllmConfig) -> None:
     """Raises ConfigError for a configuration in which vLLM has replaced PDConnector."""
     transfer, size = config.kv_transfer_config, config.cache_config.kv_offloading_size
-    if size is not None and transfer is not None and _OURS in transfer.kv_connector_extra_config:
+    if size is None or transfer is None:
+        return
+    written = transfer.kv_connector_extra_config
+    if _OURS in written or any(one.get("kv_connector") == "PDConnector" for one in written.get("connectors", ())):
         raise _refusal("PDConnector", size)
 
 
@@ -56,5 +59,18 @@ def is_named(connector: str) -> bool:
 
 
 def _refusal(connector: str, size: object) -> ConfigError:
+    cure = "" if connector != "PDConnector" else (
+        "; to have both, write --kv-transfer-config '{\"kv_connector\": \"MultiConnector\", \"kv_role\": \"kv_both\", "
+        '"kv_connector_extra_config": {"connectors": [{"kv_connector": "PDConnector", ...}, {"kv_connector": '
+        '"OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": '
+        f"{_bytes(size)}}}}}]}}}}'")
     return ConfigError("kv_offloading_size", size, "remove it, or remove --kv-transfer-config: vLLM would put its own "
-                       f'connector in the place of "kv_connector": "{connector}"')
+                       f'connector in the place of "kv_connector": "{connector}"{cure}')
+
+
+def _bytes(gib: object) -> object:
+    """The same size in bytes, as OffloadingConnector takes it; BYTES where it is no number."""
+    try:
+        return int(float(gib) * (1 << 30))
+    except ValueError:
+        return "BYTES"

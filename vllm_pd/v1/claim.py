@@ -38,6 +38,7 @@ from vllm_pd.model.offloading import check_offloading, hybrid_flag
 from vllm_pd.model.store_checks import check_shared_store
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.v1.beside import config as beside
 from vllm_pd.v1.events import check_ports
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
@@ -92,24 +93,25 @@ def _claiming(check: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], Non
 def claim(config: VllmConfig) -> None:
     """Check the configuration and set what the binding needs: scheduler class, failure policy, and kv_both as the role
     that vLLM sees. Our own role moves to where `vllm_pd.v1.settings` reads it. Raises ConfigError."""
+    config.kv_transfer_config, offloading = beside.take_apart(config.kv_transfer_config)
     transfer = config.kv_transfer_config
-    if transfer.kv_connector != CONNECTOR:
-        raise ConfigError("kv_connector", transfer.kv_connector, f"name {CONNECTOR} by itself: together with another "
-                          "connector it can't know who holds which block. For the KV store write \"store\" into its "
-                          "kv_connector_extra_config")
     check_scheduler(config)
     check_policy(transfer)
     if OWN_KEY not in transfer.kv_connector_extra_config:
         ours = PDConfig.parse(transfer.kv_role, transfer.kv_connector_extra_config)
         check_config(config, ours)
-        choose_one_group(config, hybrid_flag() is True, ours.store is not None)
-        own = {OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id)}}
+        module = None if ours.store is None else STORE_MODULE
+        if offloading is not None:
+            beside.check_beside(config)
+            module = beside.MODULE
+        choose_one_group(config, hybrid_flag() is True, ours.store is not None, offloading is not None)
+        own = {OWN_KEY: {"kv_role": transfer.kv_role, "front": name_front(transfer.engine_id), beside.KEY: offloading}}
         if "bind" in transfer.kv_connector_extra_config:  # what a name or `auto` is now, for all processes
             own["bind"] = ours.bind
         # A copy: the user's may be used for another engine.
         config.kv_transfer_config = dataclasses.replace(
             transfer, kv_role="kv_both", kv_connector_extra_config=transfer.kv_connector_extra_config | own,
-            kv_connector_module_path=None if ours.store is None else STORE_MODULE, kv_load_failure_policy="recompute")
+            kv_connector_module_path=module, kv_load_failure_policy="recompute")
         if ours.store is not None:
             check_shared_store(config)
         if config.parallel_config._api_process_count > 1 and not config.shutdown_timeout:

@@ -24,6 +24,7 @@ _ADAPTER = "which adapter was loaded, with which a job is computed"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
 _STORE = "replaced by ours in PDStoreConnector"
+_BESIDE = "called where OffloadingConnector is beside ours"
 
 REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/scheduler.py": (
@@ -51,6 +52,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.requests", "finds a request by its id"),
         Required("Scheduler.finished_req_ids", "a step must carry these to the workers"),
         Required("Scheduler.finished_req_ids_dict", "ids of our own requests are taken out of it"),
+        Required("Scheduler.reset_preempted_req_ids", "no load of OffloadingConnector begins with such a step"),
         Required("Scheduler.processed_step_seq", "whether a step in flight may still write an ended request's blocks"),
         Required("Scheduler._kv_fetch_stages", "our own requests are taken out of these figures"),
         Required("Scheduler.ec_connector", "an engine that waits for encoder outputs does not sleep"),
@@ -201,6 +203,33 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("KVConnectorTransferResults", "what get_transfer_results returns"),
         Required("KVConnectorHandshakeMetadata", "what a rank reports to EngineCore"),
         Required("KVConnectorWorkerMetadata", "which loads from the store have ended"),
+    ),
+    "distributed/kv_transfer/kv_connector/v1/offloading_connector.py": (
+        Required("OffloadingConnector.__init__", _BESIDE, takes=("vllm_config", "role", "kv_cache_config")),
+        Required("OffloadingConnector.get_num_new_matched_tokens", _BESIDE, takes=("request", "num_computed_tokens")),
+        Required("OffloadingConnector.update_state_after_alloc", _BESIDE,
+                 takes=("request", "blocks", "num_external_tokens")),
+        Required("OffloadingConnector.build_connector_meta", _BESIDE, takes=("scheduler_output", )),
+        Required("OffloadingConnector.update_connector_output", _BESIDE, takes=("connector_output", )),
+        Required("OffloadingConnector.request_finished_all_groups", _BESIDE, takes=("request", "block_ids")),
+        Required("OffloadingConnector.on_new_request", _BESIDE, takes=("request", )),
+        Required("OffloadingConnector.has_pending_push_work", _BESIDE, takes=()),
+        Required("OffloadingConnector.reset_cache", _BESIDE, takes=()),
+        Required("OffloadingConnector.take_events", _BESIDE, takes=()),
+        Required("OffloadingConnector.register_kv_caches", _BESIDE, takes=("kv_caches", )),
+        Required("OffloadingConnector.handle_preemptions", _BESIDE, takes=("kv_connector_metadata", )),
+        Required("OffloadingConnector.start_load_kv", _BESIDE, takes=("forward_context", )),
+        Required("OffloadingConnector.wait_for_save", _BESIDE, takes=()),
+        Required("OffloadingConnector.get_finished", _BESIDE, takes=("finished_req_ids", )),
+        Required("OffloadingConnector.build_connector_worker_meta", _BESIDE, takes=()),
+        Required("OffloadingConnector.get_kv_connector_stats", _BESIDE, takes=()),
+        Required("OffloadingConnector.build_prom_metrics", _BESIDE),
+        Required("OffloadingConnector.get_required_kvcache_layout", _BESIDE, takes=("vllm_config", )),
+    ),
+    "distributed/kv_transfer/kv_connector/v1/offloading/common.py": (
+        Required("OffloadingConnectorMetadata.store_jobs", "the blocks that it copies out are held"),
+        Required("TransferJob.src_spec", "as store_jobs"),
+        Required("OffloadingWorkerMetadata.completed_jobs", "until all ranks have copied them"),
     ),
     "distributed/kv_transfer/kv_connector/utils.py": (
         Required("get_current_attn_backends", "the fingerprint names them", takes=("vllm_config", "layer_names")),

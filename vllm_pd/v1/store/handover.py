@@ -95,8 +95,9 @@ class V1HandoverWithStore(V1Handover):
         self._load_fence.hold(_load_key(request.request_id), block_ids)
         self._loads[request.request_id] = OpenLoad(request, request.block_hashes[first], self._store.ranks)
         self._loaded.add(request.request_id)
-        self._lookups += PrefixLookups(1, request.num_tokens, offer.cached_tokens, 1,
-                                       request.num_tokens - offer.cached_tokens, remote_tokens)
+        if not request.num_preemptions:  # V1 counts the others elsewhere
+            self._lookups += PrefixLookups(1, request.num_tokens, offer.cached_tokens, 1,
+                                           request.num_tokens - offer.cached_tokens, remote_tokens)
         self._store.update_state_after_alloc(request, blocks, remote_tokens)
 
     def finished(self, request: Request, tables: tuple[list[int], ...]) -> dict[str, Any] | None:
