@@ -26,6 +26,7 @@ from vllm_pd.extras import PLUGIN, install_command, missing_modules
 from vllm_pd.model.installation import World, check_installation, find_installation
 from vllm_pd.ops.doctor_gpu import check_gpu
 from vllm_pd.ops.finding import Finding, run_native
+from vllm_pd.ops.kept import check_kept
 from vllm_pd.ops.kinds import check_kinds, complete_extras
 from vllm_pd.ops.launch.plan import engines_run_on_cpu
 from vllm_pd.ops.paths import check_paths
@@ -232,7 +233,7 @@ def check_port(port: int) -> Iterator[Finding]:
 
 
 def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
-    """The broker answers, and its engines fit each other."""
+    """The broker answers, any server of a broker on NATS may go, and its engines fit each other."""
     try:
         listed = list_members(broker, access=access)
     except ConfigError as error:
@@ -245,6 +246,8 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
         yield Finding("broker", str(error), _broker_cure(error, broker, access or Access()))
         return
     yield Finding("broker", f"{broker} answers; {listed.queue_length} jobs wait")
+    if NatsAddress.is_url(broker):
+        yield from check_kept(broker, access or Access())
     yield from judge_peers(listed)
 
 
