@@ -168,6 +168,31 @@ def retire_all(rank) -> list[Finished]:
     return finished
 
 
+def test_b105_after_a_failed_transfer_new_agents_heal_the_two(rank, tcp, caplog):
+    """D has made its own anew. Until P knows them, or has its own anew, P is refused, and nobody is to restart an
+    engine for it."""
+    d, p = rank("d-heals"), rank("p-heals")
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    send(p, d, "before", [1], [1])
+    assert finish(p, ["before"])["before"].ok
+    metadata = renew(d, "d-heals~1")
+    retire(d)
+
+    def write(key: str, peer: str) -> Finished:
+        p.worker.execute([Write(key, peer, [2], [2], [b"n"])])
+        return finish(p, [key])[key]
+
+    failed, refused = write("fails", d.name), write("refused", d.name)
+    assert not failed.ok and failed.may_land and not refused.ok and not refused.may_land
+    for said in (refused.error, caplog.text):
+        assert "new transfer agents, which both make by themselves" in said and "restart" not in said
+    renew(p, "p-heals~1")
+    assert "by themselves" not in write("again", d.name).error, "it is tried again"
+    p.worker.execute([AddTransferPeer("d-heals~1", metadata)])
+    assert write("heals", "d-heals~1").ok
+    retire(p)
+
+
 def test_b105_other_peers_notice_nothing(rank, environ):
     """Each of them writes, and is written to through the new generation."""
     d, peers = rank("d-many"), [rank(f"p-many-{number}", start=number << 20) for number in range(6)]
