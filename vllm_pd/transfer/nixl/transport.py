@@ -292,8 +292,8 @@ class NixlTransport:
         if peer not in self._peers or peer in self._dropped:
             raise TransferError(f"peer {peer} is not known")
         if peer in self._parted:
-            raise TransferError(f"an earlier transfer with peer {peer} failed: none begins until one of the two engines "
-                                "has new transfer agents, which both make by themselves")
+            raise TransferError(f"an earlier transfer with peer {peer} failed: none begins until one of the two "
+                                "engines has new transfer agents, which both make by themselves")
         try:
             return self._peers[peer], *pair_blocks(local_block_ids, remote_block_ids, self._cache,
                                                    self._peers[peer].cache)
