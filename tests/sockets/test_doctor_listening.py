@@ -145,6 +145,15 @@ def test_the_http_server_and_kv_events_are_known_by_the_command_line(start: Star
     assert pids == [member.processes[0].pid] and command[-2:] == ["--port", "1"]
 
 
+def test_the_environment_of_a_process_that_has_written_over_it_is_its_parent_s(monkeypatch: pytest.MonkeyPatch):
+    """As setproctitle does, which vLLM's processes use."""
+    environs = {os.getpid(): {}, os.getppid(): {"UCX_NET_DEVICES": "eth7"}}
+    monkeypatch.setattr(psutil.Process, "environ", lambda self: environs.get(self.pid, {"UCX_NET_DEVICES": ""}))
+    assert listening.promise_of([os.getpid()], "127.0.0.1").devices_chosen
+    environs[os.getpid()] = {"HOME": "/"}
+    assert not listening.promise_of([os.getpid()], "127.0.0.1").devices_chosen
+
+
 def test_a_child_is_looked_at_and_a_dead_engine_is_not(start: Start):
     _, ports = start("::")  # a child of this process
     here = msgspec.structs.replace(process.local_member(Role.DECODE, FINGERPRINT), address="tcp://127.0.0.1:1")

@@ -9,6 +9,7 @@ No setting of ours moves them to `bind`, so they are named, and no fault.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import ipaddress
 import json
@@ -115,18 +116,17 @@ def check_listening(members: Sequence[Member], ask: Ask) -> Iterator[Finding]:
         if is_visible(member):
             yield from _check_engine(member, ask)
         elif member.host_id and member.host_id.partition("/")[0] == host_id().partition("/")[0]:
-            yield Finding("listens", f"{introduce(member)}: in a container of this machine, or ended",
-                          hint="run `vllm-pd doctor --broker ADDRESS` in that container")
+            yield Finding("listens", f"{introduce(member)}: its processes can't be seen: in a container of this "
+                          "machine, or hidden from this user",
+                          hint="run `vllm-pd doctor --broker ADDRESS` in that container, or as root")
 
 
 def promise_of(pids: Sequence[int], host: str, server: Sequence[str] = ()) -> Promise:
     """What is known of an engine with these processes without asking it. `server`: its command line."""
     environment: dict[str, str] = {}
     for pid in pids:
-        try:
-            environment |= psutil.Process(pid).environ()
-        except psutil.Error:
-            continue
+        with contextlib.suppress(psutil.Error):
+            environment |= _environment(psutil.Process(pid))
     port = _option(server, "--port")
     return Promise(host, frozenset({int(port)} if port.isdigit() else ()), event_ports(server),
                    devices_chosen=bool(environment.get(DEVICES)), own=frozenset(_own_addresses(environment)))
@@ -205,6 +205,13 @@ def _is_there(process: Process) -> bool:
         return start_time(process.pid) == process.start_time
     except OSError:
         return False
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """With which it was started. One that has given itself a title, as vLLM's have, may have written over it: then that
+    of the process that has started it. Raises psutil.Error."""
+    found = (one.environ() for one in (process, *process.parents()))
+    return next(filter(None, found), {})
 
 
 def _own_addresses(environment: Mapping[str, str]) -> Iterator[str]:
