@@ -154,8 +154,12 @@ class Fleet:
 
     def __init__(self, host: Host, known_as: str | None = None, **settings: object) -> None:
         self._prepare(host, f"tcp://{known_as or host.ip}:{BROKER_PORT}", settings)
-        host.start([*VLLM_PD, "broker", "--bind", self.url, "--keys", str(self.keys)], subprocess.DEVNULL,
-                   host.folder / "broker.log", {"PYTHONPATH": str(ROOT)})
+        self.broker = self.start_broker(host)
+
+    def start_broker(self, host: Host) -> subprocess.Popen:
+        """A broker on that host, at the URL that all know. What is returned ends with it."""
+        return host.start([*VLLM_PD, "broker", "--bind", self.url, "--keys", str(self.keys)], subprocess.DEVNULL,
+                          host.folder / "broker.log", {"PYTHONPATH": str(ROOT)})
 
     def _prepare(self, host: Host, url: str, settings: dict[str, object]) -> None:
         """Make the key; `url` is that of the broker."""

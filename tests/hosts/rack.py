@@ -193,6 +193,12 @@ class Host:
         `accept`."""
         self._filter(f"tcp flags & (syn | ack) == syn tcp dport != {{ {ports} }} drop")
 
+    def load(self, rules: str) -> None:
+        """Its firewall has these rules of `nft -f` as well, until `accept`. Raises OSError where they are none."""
+        file = self.folder / "rules.nft"
+        file.write_text(rules)
+        self._space.run("nft", "-f", str(file))
+
     def accept(self) -> None:
         """Its firewall lets everything in."""
         self._space.run("nft", "flush ruleset")

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """B40, B102, B109: engines on machines of their own, set up by the words of docs/configuration.md."""
 import random
+import re
 import subprocess
+import sys
 
 import pytest
 
 from tests.hosts.fleet import BLOCK_SIZE, PROMPT_BLOCKS, ROOT, SMALL_HEAD, VLLM_PD, Fleet, HostedEngine
+from tests.hosts.test_rack import attempt
 from tests.verdict import WrongAnswer
+from tests.waiting import wait_for
 
 REST_S = 30.0
+# Listens at all addresses, at the ports that its arguments are.
+OPEN = """import socket, sys, time
+listeners = [socket.create_server(("", int(port))) for port in sys.argv[1:]]
+time.sleep(600)"""
 
 
 def prompt(blocks: int = PROMPT_BLOCKS) -> list[int]:
@@ -65,6 +73,38 @@ def test_two_machines_by_names_and_addresses_of_both_kinds(rack, known_as, bind,
     assert d.ended({"read"}) == {"remote": 1}
     shown = [host.ip if kind == "ip" else f"[{host.ip6}]" for host in hosts]
     assert [host.listening() for host in hosts] == [{one} for one in shown]
+    for engine in (p, d):
+        engine.rests(REST_S)
+
+
+def test_b109_the_rules_of_the_page_let_a_fleet_work_and_nobody_else_in(rack):
+    """docs/configuration.md, "Ports": its lines for nft on each machine, with the addresses of these. They are loaded
+    twice, the second time under load."""
+    [rules] = re.findall(r"```nft\n(.*?)```", (ROOT / "docs/configuration.md").read_text(), re.DOTALL)
+    hosts = broker, prefill, decode = [rack.host(name) for name in ("b", "p", "d")]
+    stranger = rack.host("stranger")
+    assert rules.count("10.0.0.0/24") == 1
+    rules = rules.replace("10.0.0.0/24", ", ".join(host.ip for host in hosts))
+    for host in hosts:
+        host.load(rules)
+    p, d = Fleet(broker, bind="tcp://auto:5702", lifeline_port=5703).pair(
+        prefill, decode, environment={"UCX_TCP_PORT_RANGE": "30000-30999"})
+    tokens = prompt()
+    d.ask("read", "read", p.ask("hold", tokens), tokens)
+    assert d.ended({"read"}) == {"remote": 1}
+    names = d.submit(20)
+    for host in hosts:
+        host.load(rules)
+    assert d.ended(names) == {"remote": 20}
+    prefill.start([sys.executable, "-c", OPEN, "8000", "41953"], subprocess.DEVNULL, prefill.folder / "open.log")
+    wait_for(lambda: attempt(stranger, prefill, 8000) == "open", "the HTTP port is open to all", 30.0)
+    assert attempt(prefill, prefill, 41953) == "open", "it listens"
+    for host in (decode, stranger):
+        assert attempt(host, prefill, 41953) == "silent", "as what a stock engine opens by itself"
+    kv = [port for port in map(int, re.findall(r":(\d+) ", prefill.run("ss", "-Hltn"))) if 30_000 <= port <= 30_999]
+    assert kv
+    for port in (5702, 5703, *kv):
+        assert attempt(stranger, prefill, port) == "silent" and attempt(decode, prefill, port) == "open", port
     for engine in (p, d):
         engine.rests(REST_S)
 

@@ -12,10 +12,10 @@ from tests.waiting import wait_for
 
 PORT = 8000
 TRY_S = 1.0
-# Says how a connection to ARGUMENT:PORT goes.
+# Says how a connection to ADDRESS PORT, its arguments, goes.
 CONNECT = f"""import socket, sys
 try:
-    socket.create_connection((sys.argv[1], {PORT}), {TRY_S}).close()
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), {TRY_S}).close()
     print("open")
 except ConnectionRefusedError:
     print("refused")
@@ -37,8 +37,8 @@ def pair(rack: Rack) -> tuple[Host, Host]:
     return server, client
 
 
-def attempt(one: Host, other: Host) -> str:
-    return one.run(sys.executable, "-c", CONNECT, other.ip).strip()
+def attempt(one: Host, other: Host, port: int = PORT) -> str:
+    return one.run(sys.executable, "-c", CONNECT, other.ip, str(port)).strip()
 
 
 def test_hosts_are_other_machines(pair):

@@ -18,6 +18,7 @@ from vllm_pd.broker import members
 from vllm_pd.errors import ControlError
 from vllm_pd.ops import doctor, orders
 from vllm_pd.protocol import messages as m
+from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import take_free, take_free_run
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,24 @@ def test_b80_refusals_are_one_line(monkeypatch, capsys, arguments, key):
     assert call(monkeypatch, *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {key}=") and error.count("\n") == 1 and "Traceback" not in error
+
+
+def test_b80_the_broker_is_to_listen_at_a_name_without_an_address(monkeypatch, capsys, tmp_path):
+    keys = tmp_path / "vllm-pd.keys"
+    Keys.make(keys)
+    capsys.readouterr()
+    assert call(monkeypatch, "broker", "--bind", "tcp://no-such.invalid:5700", "--keys", str(keys)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --bind='tcp://no-such.invalid:5700' can't be used: no-such.invalid has no address")
+    assert "write a name that this machine can look up, or an address" in error and error.count("\n") == 1
+
+
+def test_b80_the_router_is_to_listen_at_a_name_without_an_address(monkeypatch, capsys):
+    assert call(monkeypatch, "router", "--host", "no-such.invalid", "--port", str(take_free("127.0.0.1")), "--worker",
+                "http://127.0.0.1:1") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --host='no-such.invalid' can't be used: no-such.invalid has no address")
+    assert "write a name that this machine can look up, or an address" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("key, value", [("--timeout-s", "nan"), ("--timeout-s", "0"), ("--stop-timeout-s", "-1"),

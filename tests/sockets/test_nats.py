@@ -537,7 +537,13 @@ def test_b42_doctor_asks_a_nats_server(server, prefix, speaker):
     assert p.offer() == 1
     census = list_members(server.url, timeout_s=60.0, access=access)
     assert {one.incarnation for one in census.members} == {d.name, p.name} and census.queue_length == 1
-    assert all(finding.ok for finding in doctor.check_peers(server.url, access))
+    found = list(doctor.check_peers(server.url, access))
+    assert all(finding.ok for finding in found)
+    [kept] = [finding for finding in found if finding.check == "nats"]
+    assert kept.fact.startswith(f"one server keeps KV_{prefix}_members and {prefix}_jobs: ")
+    assert kept.hint == ("make it a cluster of three servers, any one of which may go; then nats stream update "
+                         f"KV_{prefix}_members --replicas=3, nats stream update {prefix}_jobs --replicas=3")
+    assert kept.lines[0].startswith("-- ")
     broken = list(doctor.check_peers("nats://127.0.0.1:1"))
     assert [finding.ok for finding in broken] == [False] and "nats-server" in broken[0].cure
 
@@ -578,8 +584,7 @@ def test_b42_commands_list_engines_with_slow_heartbeats_by_their_own_ttl(monkeyp
 async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatch):
     store, told = SlowStore(monkeypatch), []
     store.generation = "g"
-    monkeypatch.setattr(nats_members, "Store", store)
-    assert len((await nats_members._read(None, ttl_s=1.0))[0]) == 1
+    assert len((await nats_members._read(store, ttl_s=1.0))[0]) == 1
     await nats_session.NatsSession(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
     assert [len(peers.members) for peers in told] == [1]
 

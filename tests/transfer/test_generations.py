@@ -3,7 +3,8 @@
 B20, B22, B105 (the rank's part).
 
 Over TCP as between machines, where the end of an agent is a fence, and over what UCX chooses on one machine (CMA),
-where it is none for the writes of others.
+where it is none for the writes of others. Not over UCX's shared memory alone (`UCX_TLS=posix,sysv`): there is no NIXL
+without a transport that notices a peer's end, which in UCX 1.23 posix and sysv do not. Beside TCP they carry nothing.
 """
 import os
 import signal
@@ -51,6 +52,21 @@ def tcp(monkeypatch):
     return TCP
 
 
+@pytest.mark.parametrize("tls", ["posix,sysv", "posix,sysv,self", "self"])
+def test_there_is_no_agent_over_shared_memory_alone(rank, monkeypatch, tls):
+    """Where there is, `environ` wants it as a third parameter."""
+    monkeypatch.setenv("UCX_TLS", tls)
+    with pytest.raises(TransferError, match="NIXL makes no UCX"):
+        rank("nobody")
+
+
+@pytest.fixture(params=["tcp", "posix,sysv,tcp"])
+def copied_here(request, monkeypatch):
+    """UCX's variables where the receiver copies what comes in: TCP, alone and beside shared memory."""
+    monkeypatch.setenv("UCX_TLS", request.param)
+    return {"UCX_TLS": request.param}
+
+
 def renew(rank, name: str) -> bytes:
     """A new generation of the rank. Returns its metadata."""
     rank.worker.execute([MakeGeneration(name)])
@@ -81,11 +97,11 @@ def free(rank) -> None:
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["stays", "renews"])
-def test_b105_nothing_lands_once_the_agent_is_destroyed_and_the_two_go_on(rank, tcp, both):
+def test_b105_nothing_lands_once_the_agent_is_destroyed_and_the_two_go_on(rank, copied_here, both):
     """The writer's error comes by itself. It goes on with the new generation, from its old one or a new one."""
     d = rank("d-fences", blocks=MANY)
     free(d)
-    with receiver("p-writes", blocks=MANY, environ=tcp, progress_thread=False) as p:
+    with receiver("p-writes", blocks=MANY, environ=copied_here, progress_thread=False) as p:
         assert p.ask("write", d.name, d.transport.metadata(), list(range(MANY)), "") is None
         landed = landing(d)
         metadata = renew(d, "d-fences~1")
@@ -166,6 +182,31 @@ def retire_all(rank) -> list[Finished]:
     [end] = [end for end in finished if end.key == "retire"]
     assert end.ok
     return finished
+
+
+def test_b105_after_a_failed_transfer_new_agents_heal_the_two(rank, tcp, caplog):
+    """D has made its own anew. Until P knows them, or has its own anew, P is refused, and nobody is to restart an
+    engine for it."""
+    d, p = rank("d-heals"), rank("p-heals")
+    p.worker.execute([AddTransferPeer(d.name, d.transport.metadata())])
+    send(p, d, "before", [1], [1])
+    assert finish(p, ["before"])["before"].ok
+    metadata = renew(d, "d-heals~1")
+    retire(d)
+
+    def write(key: str, peer: str) -> Finished:
+        p.worker.execute([Write(key, peer, [2], [2], [b"n"])])
+        return finish(p, [key])[key]
+
+    failed, refused = write("fails", d.name), write("refused", d.name)
+    assert not failed.ok and failed.may_land and not refused.ok and not refused.may_land
+    for said in (refused.error, caplog.text):
+        assert "new transfer agents, which both make by themselves" in said and "restart" not in said
+    renew(p, "p-heals~1")
+    assert "by themselves" not in write("again", d.name).error, "it is tried again"
+    p.worker.execute([AddTransferPeer("d-heals~1", metadata)])
+    assert write("heals", "d-heals~1").ok
+    retire(p)
 
 
 def test_b105_other_peers_notice_nothing(rank, environ):

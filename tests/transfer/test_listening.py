@@ -6,13 +6,15 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.model.checks import check_nixl
-from vllm_pd.rpc.addresses import is_loopback, url_of
+from vllm_pd.ops.listening import Opener, Promise, find_opener, look
+from vllm_pd.rpc.addresses import is_loopback
 from vllm_pd.rpc.ports import is_free
 from vllm_pd.transfer.nixl import devices
 from vllm_pd.transfer.nixl.agent import NixlAgent
@@ -32,18 +34,18 @@ OWN = [address.address for addresses in psutil.net_if_addrs().values() for addre
 LOOPBACKS = ["127.0.0.1", "127.0.0.9"] + ["::1"] * is_free("::1", 0)
 
 
-def listening() -> set[tuple[str, int]]:
-    """Where this process listens."""
-    return {(one.laddr.ip, one.laddr.port) for one in psutil.Process().net_connections("inet")
-            if one.status == psutil.CONN_LISTEN}
+def listening() -> set[str]:
+    """Where this process listens, as `vllm-pd doctor` sees it."""
+    return set(look([os.getpid()]).sockets)
 
 
 @pytest.mark.parametrize("host", [*LOOPBACKS, *OWN])
 def test_b109_an_agent_listens_at_its_host_alone(host):
     before = listening()
     agent = NixlAgent("listening", progress_thread=True, host=host)
-    assert {ip for ip, _ in listening() - before} == {"127.0.0.1" if host.startswith("127.") else host}
-    assert set(agent.listens) == {url_of(*one) for one in listening() - before}
+    opened = listening() - before
+    assert {urlsplit(url).hostname for url in opened} == {"127.0.0.1" if host.startswith("127.") else host}
+    assert set(agent.listens) == opened and {find_opener(url, Promise(host)) for url in opened} == {None}
     assert agent.metadata() and VARIABLE not in os.environ and FAMILY not in os.environ
 
 
@@ -51,8 +53,12 @@ def test_b109_what_the_operator_has_set_counts(monkeypatch):
     monkeypatch.setenv(VARIABLE, "all")
     before = listening()
     agent = NixlAgent("all", progress_thread=True)
-    assert {ip for ip, _ in listening() - before} >= {"127.0.0.1", *OWN[:1]} and agent.metadata()
+    opened = listening() - before
+    assert {urlsplit(url).hostname for url in opened} >= {"127.0.0.1", *OWN[:1]} and agent.metadata()
     assert os.environ[VARIABLE] == "all"
+    kv = frozenset(agent.listens)
+    assert not OWN or Opener.KV in {find_opener(url, Promise("127.0.0.1", kv=kv)) for url in opened}
+    assert Opener.KV not in {find_opener(url, Promise("127.0.0.1", kv=kv, devices_chosen=True)) for url in opened}
 
 
 def test_devices_that_ucx_does_not_have_are_named(monkeypatch):

@@ -128,4 +128,4 @@ def test_b27_a_write_whose_peer_is_killed_in_the_middle_says_that_it_may_land(ra
         assert not end.ok and end.may_land and p.worker.live_handles() == 0
         send(p, peer, "again", [0], [0])
         again = finish(p, ["again"])["again"]
-        assert not again.ok and not again.may_land and "restart one" in again.error
+        assert not again.ok and not again.may_land and "new transfer agents" in again.error

@@ -276,7 +276,17 @@ def test_addresses_of_ipv6(files):
     config = PDConfig.parse("kv_consumer", {**files, "broker": "tls://[FD00::8]:4222, tls://[fd00:0::9]:4222",
                                             "bind": "tcp://[::ffff:10.0.0.7]:1"})
     assert (config.broker, config.bind) == ("tls://[fd00::8]:4222,tls://[fd00::9]:4222", "tcp://10.0.0.7:1")
-    assert "tcp://[fd00::5]:5700" in refused("kv_consumer", {**BROKER, "bind": "tcp://fd00::7:1"}).cure
+
+
+@pytest.mark.parametrize("name, value", [
+    ("bind", "tcp://fd00::7:1"), ("broker", "tcp://fd00::7:1"), ("broker", "nats://fd00::7:4222"),
+    ("broker", "tls://fd00::7:4222"), ("broker", "nats://10.0.0.7:4222, nats://fd00::7:4222")])
+def test_b80_an_address_of_ipv6_without_brackets(files, name, value):
+    """Named with the one of several servers that it is, and what to write instead."""
+    error = refused("kv_consumer", {**BROKER, **files, name: value})
+    scheme = value.partition("://")[0]
+    assert error.key == name and error.value == value.rpartition(" ")[2]
+    assert error.cure.startswith("write an address of IPv6 in brackets") and f"{scheme}://[fd00::5]:" in error.cure
 
 
 @pytest.fixture

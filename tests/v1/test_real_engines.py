@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real V1 engines, real transfers, greedy tokens as one stock engine says them (B1, B2, B5, B21, B22, B94,
 B109)."""
-import ipaddress
 import random
 import signal
 import time
 
-import psutil
 import pytest
 
 from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
 from tests.waiting import wait_for
+from vllm_pd.ops.listening import STOCK, Opener, look, promise_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 3.0, "heartbeat_s": 1.0}
@@ -65,17 +64,18 @@ def test_b1_b2_tokens_are_those_of_one_stock_engine(mono, pair):
     check_tokens(mono, pair)
 
 
-def beyond_the_loopback(engine: RealEngine) -> list[str]:
-    """The addresses beyond the loopback at which its processes listen."""
-    return sorted(one.laddr.ip for process in engine.processes() for one in process.net_connections("inet")
-                  if one.status == psutil.CONN_LISTEN and not ipaddress.ip_address(one.laddr.ip).is_loopback)
+def beyond_bind(engine: RealEngine) -> list[Opener]:
+    """What its processes have open beyond the loopback, as `vllm-pd doctor` finds and names it."""
+    pids = [process.pid for process in engine.processes()]
+    seen = look(pids)
+    assert seen.sockets and not seen.hidden
+    return sorted(seen.beyond(promise_of(pids, "127.0.0.1")).values())
 
 
 def test_b109_no_process_listens_beyond_bind(mono, pair):
     """`bind` is on the loopback here. What a stock engine opens by itself is not ours."""
     for engine in pair:
-        assert beyond_the_loopback(engine) == beyond_the_loopback(mono)
-        assert any(process.net_connections("inet") for process in engine.processes())
+        assert beyond_bind(engine) == beyond_bind(mono) and STOCK.issuperset(beyond_bind(engine))
 
 
 def test_b5_b97_a_prefix_that_d_has_is_not_sent_again(mono, pair):

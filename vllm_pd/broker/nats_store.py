@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import re
+import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
@@ -69,6 +70,32 @@ class BucketEntry:
     key: str
     frame: bytes | None
     stamp_s: float
+
+
+@dataclass(frozen=True)
+class KeptStream:
+    """How a server keeps a stream: on how many servers, and how many of these have all of it now. `in_cluster`: it is
+    one of a cluster."""
+    name: str
+    replicas: int
+    current: int
+    in_cluster: bool
+
+    @classmethod
+    def of(cls, info: dict[str, Any]) -> "KeptStream":
+        """Of what the server says of it (the library's older releases leave the names of the cluster out)."""
+        cluster = info.get("cluster") or {}
+        others = [one for one in cluster.get("replicas") or () if one.get("current") and not one.get("offline")]
+        has_leader = bool(cluster.get("leader")) or not cluster.get("name")
+        replicas = info["config"].get("num_replicas", 1)  # others may be there still where somebody has just taken some
+        return cls(info["config"]["name"], replicas, min(replicas, has_leader + len(others)), bool(cluster.get("name")))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a fleet has on a NATS server, and how many servers of its cluster clients know; at least 1."""
+    streams: tuple[KeptStream, ...]
+    servers: int
 
 
 def token(name: str) -> str:
@@ -160,6 +187,17 @@ class Store:
         """What the server's clock shows."""
         return datetime.datetime.fromisoformat((await self._info(self._stream))["ts"]).timestamp()
 
+    async def kept(self) -> Kept:
+        """Where bucket and stream are kept."""
+        streams = tuple(map(KeptStream.of, await self._infos()))
+        known = {await _first_address(uri.hostname, uri.port) for uri in self._client.servers}
+        in_cluster = any(stream.in_cluster for stream in streams)
+        return Kept(streams, max(len(known), *(stream.current for stream in streams)) if in_cluster else 1)
+
+    async def _infos(self) -> list[dict[str, Any]]:
+        """What the server says of the bucket and of the stream."""
+        return [await self._info(stream) for stream in ("KV_" + self._bucket_name, self._stream)]
+
     async def _info(self, stream: str) -> dict[str, Any]:
         """What the server says of a stream; the library's older releases leave some of it out."""
         reply = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=REQUEST_S)
@@ -191,9 +229,9 @@ class Store:
             raise Unsuitable(f"the stream {self._stream} is there, but it is no work queue with one message a subject: "
                              "delete it, or name another nats_prefix")
         self._ttl_allowed = bool(jobs.config.allow_msg_ttl)
-        infos = [await self._info(stream) for stream in ("KV_" + self._bucket_name, self._stream)]
+        infos = await self._infos()
         if make:  # a reader, such as a router, connects every second
-            _warn_of_one_server(infos)
+            _warn_of_one_server(map(KeptStream.of, infos))
         births = [info["created"] for info in infos]
         self.generation = hashlib.sha256(" ".join(births).encode()).hexdigest()[:32]
 
@@ -293,13 +331,22 @@ class Store:
                                    reply=f"{inbox}.{number}")
 
 
-def _warn_of_one_server(infos: Iterable[dict[str, Any]]) -> None:
+def _warn_of_one_server(streams: Iterable[KeptStream]) -> None:
     """Log which of these streams end with one server, although it is one of a cluster."""
-    alone = [info["config"]["name"] for info in infos if (info.get("cluster") or {}).get("name")
-             and info["config"].get("num_replicas", 1) < REPLICAS]
+    alone = [stream.name for stream in streams if stream.in_cluster and stream.replicas < REPLICAS]
     if alone:
         logger.warning("NATS is a cluster, but %s has fewer than %d replicas, and is gone while its server is: nats "
                        "stream update --replicas=%d", ", ".join(alone), REPLICAS, REPLICAS)
+
+
+async def _first_address(host: str, port: int) -> tuple[str, int]:
+    """Where that is, so that a server which is known by a name and by an address counts once. A name that can't be
+    looked up is what it is."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return host, port
+    return found[0][4][:2]
 
 
 class Full(Exception):

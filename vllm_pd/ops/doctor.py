@@ -26,9 +26,12 @@ from vllm_pd.extras import PLUGIN, install_command, missing_modules
 from vllm_pd.model.installation import World, check_installation, find_installation
 from vllm_pd.ops.doctor_gpu import check_gpu
 from vllm_pd.ops.finding import Finding, run_native
+from vllm_pd.ops.kept import check_kept
 from vllm_pd.ops.kinds import check_kinds, complete_extras
 from vllm_pd.ops.launch.plan import engines_run_on_cpu
-from vllm_pd.ops.paths import check_paths
+from vllm_pd.ops.listening import check_listening
+from vllm_pd.ops.paths import EngineCalls, check_paths
+from vllm_pd.peer.liveness.process import is_visible
 from vllm_pd.rpc.addresses import parse_endpoint
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
@@ -78,7 +81,7 @@ def examine(broker: str | None, ports: Sequence[int], access: Access | None = No
         findings += check_gpu(world is World.PLUGIN)
     findings += [finding for port in ports for finding in check_port(port)]
     if broker is not None:
-        findings += check_peers(broker, access)
+        findings += check_peers(broker, access, here=True)
     return findings
 
 
@@ -231,8 +234,10 @@ def check_port(port: int) -> Iterator[Finding]:
         yield Finding("port", f"{port} is free")
 
 
-def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
-    """The broker answers, and its engines fit each other."""
+def check_peers(broker: str, access: Access | None = None, here: bool = False) -> Iterator[Finding]:
+    """The broker answers, any server of a broker on NATS may go, and its engines fit each other. `here`: and those of
+    this host listen where they should."""
+    access = access or Access()
     try:
         listed = list_members(broker, access=access)
     except ConfigError as error:
@@ -242,10 +247,15 @@ def check_peers(broker: str, access: Access | None = None) -> Iterator[Finding]:
         yield Finding("broker", f"{broker} can't be asked, not installed: {', '.join(error.modules)}", error.cure)
         return
     except PDError as error:
-        yield Finding("broker", str(error), _broker_cure(error, broker, access or Access()))
+        yield Finding("broker", str(error), _broker_cure(error, broker, access))
         return
     yield Finding("broker", f"{broker} answers; {listed.queue_length} jobs wait")
+    if NatsAddress.is_url(broker):
+        yield from check_kept(broker, access)
     yield from judge_peers(listed)
+    if here:
+        with EngineCalls(access, filter(is_visible, listed.members)) as calls:
+            yield from check_listening(listed.members, calls.ask)
 
 
 def _broker_cure(error: PDError, broker: str, access: Access) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP without waiting: connections that are only begun, and where this process listens."""
+"""TCP without waiting: connections that are only begun, and where a process listens."""
 import errno
 import os
 import socket
@@ -27,6 +27,8 @@ def begin_connect(url: str) -> socket.socket:
     return connection
 
 
-def listening() -> set[str]:
-    """The addresses at which this process listens, as `tcp://ADDRESS:PORT`."""
-    return {url_of(*one.laddr) for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+def listening(pid: int | None = None) -> set[str]:
+    """The addresses at which this process listens, or that one, as `tcp://ADDRESS:PORT`. Raises psutil.AccessDenied for
+    one of another user, psutil.NoSuchProcess."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {url_of(*one.laddr) for one in connections if one.status == psutil.CONN_LISTEN}

@@ -42,7 +42,7 @@ descriptor and one to flush them. NIXL (1.5, `nixlUcxBackendReqH::status`) repor
 any other, while others are under way, and releasing the handle stops none of them. Nor does removing the peer prove it:
 NIXL closes the connection without waiting, and what a kernel or a network card has taken may arrive after that. So such
 an end says `may_land`. The peer is *parted* then: a further transfer is refused before anything is posted, so its end
-is certain. It is so until it is dropped, which comes after its death.
+is certain. It is so until it is dropped, which comes after its death, and in this generation only (`generations`).
 """
 from __future__ import annotations
 
@@ -300,7 +300,8 @@ class NixlTransport:
         if peer not in self._peers or peer in self._dropped:
             raise TransferError(f"peer {peer} is not known")
         if peer in self._parted:
-            raise TransferError(f"an earlier transfer with peer {peer} failed: restart one of the two engines")
+            raise TransferError(f"an earlier transfer with peer {peer} failed: none begins until one of the two "
+                                "engines has new transfer agents, which both make by themselves")
         try:
             return self._peers[peer], *pair_blocks(local_block_ids, remote_block_ids, self._cache,
                                                    self._peers[peer].cache)
@@ -392,8 +393,8 @@ class NixlTransport:
         """It has ended in an error, and more of it may land."""
         peer = self._open[key].peer
         if peer not in self._parted:
-            logger.warning("a transfer with peer %s failed (%s): no further one begins. If its process lives, restart "
-                           "it or this engine", peer, error)
+            logger.warning("a transfer with peer %s failed (%s): none begins until one of the two engines has new "
+                           "transfer agents, which both make by themselves within seconds", peer, error)
         self._parted.add(peer)
         self._unproven.add(peer)
         self._end(key, error, may_land=True)
