@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the processes of this host's engines listen, beside what docs/configuration.md promises ("Ports").
 
-A socket at the loopback or at the address of `bind` is promised. One elsewhere is told by what is known of it: the
+A socket at the loopback or at the address of `bind` is promised. One elsewhere is judged by what is known of it: the
 ports of the HTTP server and of KV events are in the engine's command line; where its KV transport listens, the engine
 says; and what is left is judged by its address. A stock vLLM opens sockets by itself as well: torch's store at all
 addresses, gloo at the address of this machine's name, and a queue of vLLM between machines at the address of its route.
