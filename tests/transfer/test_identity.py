@@ -98,7 +98,11 @@ def test_the_bytes_of_an_agent_are_gone_before_it_is():
     one.clear()
     proofs._memory[proofs._slots["one"]] = one._memory
     assert not proofs.prove("one")
-    for number in range(identity.MAX_SLOTS - 1):
+    assert proofs.mistaken == {"one"}
+    proofs.forget("one")
+    assert not proofs.mistaken
+    assert proofs.slot("two") == proofs.slot("one") - identity.DIGEST_BYTES, "a place is used again last"
+    for number in range(identity.MAX_SLOTS - 2):
         proofs.slot(f"other {number}")
     with pytest.raises(IndexError):
         proofs.slot("one more")

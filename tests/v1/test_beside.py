@@ -656,6 +656,7 @@ def test_b116_b96_a_job_that_is_loaded_for_is_given_back_by_a_pause(make):
 def test_b116_a_tier_that_is_full_replaces_and_refuses(make):
     """B116: more prompts than it has room for, copies that end late."""
     engine, texts = make(threshold=60, chunks=8, blocks=40), [prompt(130) for _ in range(6)]
+    assert engine.scheduler.requires_kv_delivery, "else what a preempted request had computed would be offloaded late"
     for turn in range(18):
         engine.holds_copies = turn % 3 != 0
         engine.add(f"r{turn}", texts[turn % 6] + [turn], 3)

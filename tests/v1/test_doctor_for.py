@@ -379,3 +379,13 @@ def test_a_line_as_a_shell_would_get_it():
 def test_too_many_lines():
     with pytest.raises(ConfigError, match="at most 64"):
         examine_lines(["vllm serve m"] * 65)
+
+
+def test_what_a_shell_would_leave_as_it_is():
+    assert CommandLine.parse("vllm serve m --x '{\"$defs\": \"`\"}'").words == ("m", "--x", '{"$defs": "`"}')
+
+
+def test_an_error_shows_no_variable_in_front():
+    with pytest.raises(ConfigError) as caught:
+        CommandLine.parse("VLLM_API_KEY='my secret' OTHER=\"two\" vllm serve m | tee log")
+    assert "secret" not in str(caught.value) and "two" not in str(caught.value) and "vllm serve m" in str(caught.value)

@@ -38,6 +38,8 @@ QUOTING = ('write the line as a shell would get it, with \'...\' around JSON; fr
            'FILE)"')
 SHELL_WORDS = frozenset({"|", "||", "&", "&&", ";", ">", ">>", "2>&1", "<"})
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+_IN_FRONT = re.compile(r"\A\s*(?:[A-Za-z_][A-Za-z0-9_]*=(?:'[^']*'|\"[^\"]*\"|[^\s'\"])*\s+)+")
+_QUOTED = re.compile(r"'[^']*'")
 _UNEXPANDED = re.compile(r"\$(\w+|\{|\()|`")
 NO_PREFIX = ("write `vllm serve MODEL --flags ...`, with or without its first two words, and with environment "
              "variables in front as NAME=VALUE")
@@ -59,9 +61,9 @@ class CommandLine(NamedTuple):
             if word in SHELL_WORDS or word.endswith(";"):
                 raise ConfigError(FLAG, _shown(text), f"{word!r} is the shell's: write one command, and repeat {FLAG} "
                                   "for more")
-            if _UNEXPANDED.search(word):
-                raise ConfigError(FLAG, _shown(text), f"nobody has put a value in the place of {word!r}: write the "
-                                  "value; no shell looks at this line")
+        if found := _UNEXPANDED.search(_QUOTED.sub("", text)):
+            raise ConfigError(FLAG, _shown(text), f"nobody has put a value in the place of {found[0]!r}: write the "
+                              "value; no shell looks at this line")
         place = next((place for place, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
         env, words = words[:place], words[place:]
         if words and Path(words[0]).name == "vllm":
@@ -74,7 +76,8 @@ class CommandLine(NamedTuple):
 
 
 def _shown(text: str) -> str:
-    """As much of a line as tells it from others: the rest may be long, and have keys in it."""
+    """As much of a line as tells it from others: the rest, and the variables in front, may be long, and have keys."""
+    text = _IN_FRONT.sub("", text)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 

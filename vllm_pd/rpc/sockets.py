@@ -19,10 +19,9 @@ from vllm_pd.rpc.codec import MAX_FRAME_BYTES
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.locality import needs_ipv6
 
-HIGH_WATER_MESSAGES = 1000  # of ours, that wait for a connection
-# Of those that a connection has brought, not read yet: with MAX_FRAME_BYTES its bound in bytes. The rest waits where it
-# comes from. More make nothing faster.
-UNREAD_MESSAGES = 16
+# Each way, of one connection. Far fewer would bound the bytes, too. But while a connection is full of what is not read,
+# libzmq answers no heartbeats on it, so a process that is busy for SILENT_MS would lose it, and what came by it.
+HIGH_WATER_MESSAGES = 1000
 SHARED_BYTES = 1 << 16  # of a frame from which on equal ones share their memory
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 500
@@ -63,7 +62,7 @@ def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
     socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, UNREAD_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

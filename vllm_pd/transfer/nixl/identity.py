@@ -12,12 +12,13 @@ comes later goes through the same connections: one that has ended is not made ag
 """
 from __future__ import annotations
 
+import collections
 import hashlib
 
 import numpy as np
 
 DIGEST_BYTES = 32
-MAX_SLOTS = 1024
+MAX_SLOTS = 1 << 16  # a peer is one rank: those of a thousand engines with the most ranks
 _kept: list[np.ndarray] = []
 
 
@@ -40,35 +41,39 @@ class Identity:
 
 
 class Proofs:
-    """Where the bytes of peers are read to: DIGEST_BYTES each, in `size_bytes` at `address`. A peer that is in none of
-    them yet, or is forgotten, is not proven."""
+    """Where the bytes of peers are read to: DIGEST_BYTES each, in `size_bytes` at `address`. A peer has its place, and
+    is what it was found to be, until it is forgotten. A place that is free again is used last, for a read of it that
+    has failed may land late. `mistaken`: in whose place another agent was found."""
 
     def __init__(self) -> None:
         self._memory = np.zeros((MAX_SLOTS, DIGEST_BYTES), dtype=np.uint8)
         self.address, self.size_bytes = int(self._memory.ctypes.data), self._memory.nbytes
-        self._free = list(range(MAX_SLOTS))
+        self._free = collections.deque(range(MAX_SLOTS))
         self._slots: dict[str, int] = {}
         self._proven: set[str] = set()
+        self.mistaken: set[str] = set()
 
     def is_proven(self, name: str) -> bool:
         """Whether `prove` has been true for it."""
         return name in self._proven
 
     def slot(self, name: str) -> int:
-        """The address for that peer. Raises IndexError where MAX_SLOTS peers are being proven."""
+        """The address for that peer. Raises IndexError where MAX_SLOTS peers have one."""
         if name not in self._slots:
-            self._slots[name] = self._free.pop()
+            self._slots[name] = self._free.popleft()
         return self.address + self._slots[name] * DIGEST_BYTES
 
     def prove(self, name: str) -> bool:
         """Whether what was read is that peer's. Transfers that have begun side by side have all read it."""
-        if name not in self._proven and self._memory[self._slots[name]].tobytes() == digest(name):
-            self._proven.add(name)
+        if name not in self._proven:
+            is_right = self._memory[self._slots[name]].tobytes() == digest(name)
+            (self._proven if is_right else self.mistaken).add(name)
         return name in self._proven
 
     def forget(self, name: str) -> None:
         """Nothing of it is under way any more."""
         self._proven.discard(name)
+        self.mistaken.discard(name)
         if name in self._slots:
             slot = self._slots.pop(name)
             self._memory[slot].fill(0)

@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vllm_pd.errors import TransferError
+from vllm_pd.errors import PeerNotAdded, TransferError
 from vllm_pd.transfer.layout import CacheDescription, Memory, regions
 from vllm_pd.transfer.nixl.agent import NixlAgent, TransferState
 from vllm_pd.transfer.nixl.identity import DIGEST_BYTES, Identity, Proofs
@@ -78,6 +78,7 @@ logger = logging.getLogger("vllm.pd")
 
 # How long the first poll after a new peer goes on. For a peer that takes longer the worker keeps polling.
 MEET_S = 0.03
+_MISTAKEN = "another agent listens where {} did"
 WAVE_DESCRIPTORS = 1 << 14  # of one wave, or as many as one block has
 
 
@@ -294,11 +295,14 @@ class NixlTransport:
 
     def _pairs(self, key: str, peer: str, local_block_ids: list[int],
                remote_block_ids: list[int]) -> tuple[_NixlPeer, list[int], list[int]]:
-        """The peer and the sorted block pairs of a new transfer. Raises TransferError if it is not possible."""
+        """The peer and the sorted block pairs of a new transfer. Raises TransferError if it is not possible,
+        PeerNotAdded where the peer is to be added anew."""
         if key in self._open:
             raise TransferError(f"transfer {key} is already open")
         if peer not in self._peers or peer in self._dropped:
             raise TransferError(f"peer {peer} is not known")
+        if peer in self._proofs.mistaken:
+            raise PeerNotAdded(_MISTAKEN.format(peer))
         if peer in self._parted:
             raise TransferError(f"an earlier transfer with peer {peer} failed: none begins until one of the two "
                                 "engines has new transfer agents, which both make by themselves")
@@ -342,16 +346,17 @@ class NixlTransport:
         try:
             local = self._proofs.slot(peer)
         except IndexError:
-            raise TransferError("too many peers are met at a time") from None
+            raise PeerNotAdded("this rank has too many peers") from None
         ours, theirs = (np.array([(address, DIGEST_BYTES, 0)], dtype=np.uint64)
                         for address in (local, self._peers[peer].identity))
         return self._live_agent().make_unprepared(ours, Memory.DRAM, theirs, Memory.DRAM, peer, None)
 
     def _require_proof(self, peer: str) -> None:
-        """Raises TransferError, and parts the peer, where the first wave has found another agent in its place."""
+        """Raises TransferError where the first wave has found another agent in the peer's place. Then no transfer with
+        it begins until it is added anew."""
         if self._peers[peer].identity and not self._proofs.prove(peer):
-            self._parted.add(peer)
-            raise TransferError(f"another agent listens where {peer} did")
+            logger.warning("another agent listens where %s did: nothing is sent there", peer)
+            raise TransferError(_MISTAKEN.format(peer))
 
     def _give_up(self, key: str, why: str) -> None:
         """Let the transfer end with `ok` false. This does not end it sooner."""
