@@ -67,8 +67,10 @@ def test_b105_nothing_lands_by_metadata_of_an_agent_whose_port_another_generatio
         assert p.ask("fill", 0)[1] == "" and landed(d)
 
 
+@pytest.mark.heavy
 def test_b105_a_connection_that_stood_is_not_made_again(rank, ports):
-    """P knows that it reached D, writes nothing for a while, and goes on when another generation has D's port."""
+    """P knows that it reached D, writes nothing for a while, and goes on when another generation has D's port. The
+    kernel keeps that for a minute after the connection."""
     d = rank("d-idle", progress_thread=True)
     old = d.transport.metadata()
     with receiver("p-idle", environ=ELSEWHERE, progress_thread=False) as p:
