@@ -179,7 +179,7 @@ class Driver:
     def op_stats(self) -> dict:
         """What must be back at its start when all requests have ended."""
         counts = open_counts(self.engine)
-        return counts | {"free_blocks": counts["free_blocks"] + len(self.ballast)}
+        return counts | {"used_blocks": counts["used_blocks"] - len(self.ballast)}
 
     def op_counters(self) -> dict:
         """The metrics of ours by name and labels, and what the control thread has counted."""

@@ -223,7 +223,7 @@ while {PROTOCOL}.operators.bring_forward(soon, {limit == "lease_until"}):
         while True:
             stats = self.stats()
             expected = {key: value for key, value in AT_REST.items() if key in stats}
-            expected["free_blocks"] = self.at_start["free_blocks"]
+            expected["used_blocks"] = self.at_start["used_blocks"]
             left = {key: (stats[key], value) for key, value in expected.items() if stats[key] != value}
             if not left:
                 return

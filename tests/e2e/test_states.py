@@ -45,11 +45,11 @@ class TestAbort:
         tokens = prompt(70, 2)
         granted(pair, "x", tokens)
         old = pair.d.block_ids("x")
-        free = pair.d.stats()["free_blocks"]
+        used = pair.d.stats()["used_blocks"]
         pair.d.abort("x")
         stats = pair.d.stats()
         assert stats["quarantined"] == 1 and not stats["unfinished"]
-        assert stats["free_blocks"] == free
+        assert stats["used_blocks"] == used
         granted(pair, "x", tokens)
         assert not set(old) & set(pair.d.block_ids("x"))
         time.sleep(0.5)
