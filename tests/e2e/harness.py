@@ -32,7 +32,7 @@ CANCELLED = "agent:prefill_cancelled"
 PATIENT = {"heartbeat_s": 1.5, "ttl_s": 8, "lease_s": 60}
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 AT_REST = {"unfinished": 0, "waiting": 0, "running": 0, "swapped": 0, "remote_prefilling": 0, "prefill_sending": 0,
-           "quarantined": 0, "block_tables": 0, "references": 0, "tracked": 0, "open_attempts": 0,
+           "quarantined": 0, "block_tables": 0, "used_blocks": 0, "references": 0, "tracked": 0, "open_attempts": 0,
            "held_blocks": 0, "given_up": 0, "resumed": 0, "jobs": 0, "live_handles": 0, "agent_errors": 0}
 
 
@@ -93,7 +93,6 @@ class EngineProcess:
         if not self._ready:
             self._receive(START_S)
             self._ready = True
-            self.at_start = self.stats()
         return self
 
     def do(self, op: str, *, answer_s: float = WAIT_S, **arguments):
@@ -223,7 +222,6 @@ while {PROTOCOL}.operators.bring_forward(soon, {limit == "lease_until"}):
         while True:
             stats = self.stats()
             expected = {key: value for key, value in AT_REST.items() if key in stats}
-            expected["used_blocks"] = self.at_start["used_blocks"]
             left = {key: (stats[key], value) for key, value in expected.items() if stats[key] != value}
             if not left:
                 return

@@ -325,8 +325,8 @@ class Registry:
         return [(name, update) for name in self._entries]
 
     def _answer(self, now: float, broker: str, version: int) -> m.Peers:
-        """An update for one that asks. A large one is the same for all that ask within GATHER_S: whoever asks a
-        thousand times has one in the broker's memory."""
+        """An update for one that asks. A large one is the same for all that ask within GATHER_S, so that a thousand
+        questions of one sender leave one answer in the broker's memory."""
         update = self._update(broker, version)
         if len(update.members) <= FEW_MEMBERS:
             return update

@@ -12,7 +12,6 @@ from vllm_pd.ops.finding import Finding
 if TYPE_CHECKING:
     from vllm_pd.broker.nats_store import Kept
 
-SERVERS = 3  # so many replicas outlive one server: more than half of them must be there
 ANSWER_S = 5.0
 
 
@@ -28,15 +27,16 @@ def check_kept(broker: str, access: Access) -> Iterator[Finding]:
 
 
 def judge_kept(kept: Kept) -> Finding:
-    """Whether any one server may go."""
+    """Whether any one server may go. As many replicas as an engine asks for outlive one."""
+    from vllm_pd.broker.nats_store import REPLICAS
     said = ", ".join(f"{stream.name} has {stream.current} of {stream.replicas}" for stream in kept.streams)
     fact = (f"{kept.servers} servers in the cluster; replicas that are current: {said}" if kept.servers > 1 else
             f"one server keeps {' and '.join(stream.name for stream in kept.streams)}: without it prompts are "
             "prefilled locally")
-    few = [stream.name for stream in kept.streams if stream.replicas < SERVERS]
+    few = [stream.name for stream in kept.streams if stream.replicas < REPLICAS]
     if few:
-        add = "" if kept.servers >= SERVERS else "make it a cluster of three servers, any one of which may go; then "
-        return Finding("nats", fact, hint=add + ", ".join(f"nats stream update {name} --replicas={SERVERS}"
+        add = "" if kept.servers >= REPLICAS else "make it a cluster of three servers, any one of which may go; then "
+        return Finding("nats", fact, hint=add + ", ".join(f"nats stream update {name} --replicas={REPLICAS}"
                                                           for name in few))
     if any(stream.current < stream.replicas for stream in kept.streams):
         return Finding("nats", fact, hint="start the servers that are down; one that has just come is current soon")

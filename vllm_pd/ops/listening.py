@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from vllm_pd.ops.finding import Finding
+from vllm_pd.ops.launch.serve_args import value_of
 from vllm_pd.ops.orders import introduce
 from vllm_pd.ops.paths import ANSWER_S, Ask
 from vllm_pd.peer.liveness.process import host_id, is_visible, start_time
@@ -127,7 +128,7 @@ def promise_of(pids: Sequence[int], host: str, server: Sequence[str] = ()) -> Pr
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             environment |= _environment(psutil.Process(pid))
-    port = _option(server, "--port")
+    port = value_of("--port", server) or ""
     return Promise(host, frozenset({int(port)} if port.isdigit() else ()), event_ports(server),
                    devices_chosen=bool(environment.get(DEVICES)), own=frozenset(_own_addresses(environment)))
 
@@ -135,13 +136,13 @@ def promise_of(pids: Sequence[int], host: str, server: Sequence[str] = ()) -> Pr
 def event_ports(server: Sequence[str], ranks: int = 64) -> frozenset[int]:
     """The ports of `--kv-events-config` in a command line, with those of data-parallel ranks after each."""
     try:
-        events: Any = json.loads(_option(server, "--kv-events-config") or "{}")
+        events: Any = json.loads(value_of("--kv-events-config", server) or "{}")
         urls = [urlsplit(str(events[key]).replace("*", "0.0.0.0")) for key in ("endpoint", "replay_endpoint")
                 if events.get(key)]
         first = [url.port for url in urls if url.port]
     except (ValueError, AttributeError):
         return frozenset()
-    size = _option(server, "--data-parallel-size", "-dp")
+    size = value_of("--data-parallel-size", server) or value_of("-dp", server) or ""
     count = min(ranks, int(size)) if size.isdigit() else 1
     return frozenset(port + rank for port in first for rank in range(count))
 
@@ -234,16 +235,6 @@ def _named_addresses() -> tuple[str, ...]:
         return tuple({where[0] for *_, where in socket.getaddrinfo(socket.gethostname(), 0)})
     except OSError:
         return ()
-
-
-def _option(command: Sequence[str], *names: str) -> str:
-    """The value of an option in a command line, `--name VALUE` or `--name=VALUE`; the last one counts, "" is none."""
-    found = ""
-    for number, word in enumerate(command):
-        name, equals, value = word.partition("=")
-        if name in names:
-            found = value if equals else "".join(command[number + 1:number + 2])
-    return found
 
 
 def _ports(url: str) -> frozenset[int]:

@@ -168,8 +168,8 @@ def endpoint(socket: zmq.Socket) -> str:
 
 
 class SharedFrames:
-    """The last large frame. Whoever asks again and again and reads nothing has many answers wait: they are equal, and
-    take the memory of one."""
+    """The last large frame. Many answers wait for a client that asks again and again and reads nothing: they are equal,
+    and take the memory of one."""
 
     def __init__(self) -> None:
         self._bytes = b""

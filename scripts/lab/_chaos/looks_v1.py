@@ -15,8 +15,7 @@ def count_objects(worker) -> tuple[int, int]:
 
 
 def core_counts(scheduler, binding) -> dict[str, int]:
-    """All that must be 0 when nothing is open in this EngineCore (B20). `binding` None: without
-    disaggregation."""
+    """All that must be 0 when nothing is open in this EngineCore (B20). `binding` None: without disaggregation."""
     pool = scheduler.kv_cache_manager.block_pool
     counts = {
         "unfinished": len(scheduler.requests),
