@@ -2,7 +2,10 @@
 """B112: a decode engine between a prefill engine beside it and one across a slow link."""
 import time
 
+import pytest
+
 from tests.hosts.fleet import BLOCK_SIZE, LARGE_HEAD, PROMPT_BLOCKS, Fleet, HostedEngine
+from tests.hosts.nats_fleet import NatsFleet
 from vllm_pd.decisions.paths import LAST_HAND_OVERS
 
 PROMPTS = 40
@@ -26,12 +29,14 @@ def serve(d: HostedEngine, prefills: list[HostedEngine], prompts: int) -> list[i
     return jobs
 
 
-def test_b112_the_prefill_engine_across_a_slow_link_gets_few_jobs(rack):
+@pytest.mark.parametrize("kind", [Fleet, NatsFleet])
+def test_b112_the_prefill_engine_across_a_slow_link_gets_few_jobs(rack, kind):
     """Two prefill engines have as much to do while both are near. One link becomes slow: what is written over it tells
     so, and from then on nearly all prompts go to the other one. It is no exclusion: once that is gone, the one across
     the link has all."""
     hosts = decode, near_host, far_host = [rack.host(name) for name in ("d", "near", "far")]
-    fleet = Fleet(decode, lease_s=30.0)  # messages wait behind the KV
+    # Messages wait behind the KV.
+    fleet = Fleet(decode, lease_s=30.0) if kind is Fleet else NatsFleet([decode], lease_s=30.0)
     d, near, far = engines = [fleet.engine(host, role, LARGE_HEAD) for host, role in zip(
         hosts, ("kv_consumer", "kv_producer", "kv_producer"), strict=True)]
     for engine in engines:

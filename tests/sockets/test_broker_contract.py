@@ -58,7 +58,7 @@ class Speaker:
     def register(self, **changes):
         self.member = msgspec.structs.replace(self.member, **changes)
         self._due = 0.0
-        return self.expect(m.Peers, lambda peers: self.member in peers.members)
+        return self.expect(m.Peers, lambda peers: self.member in map(without_queue, peers.members))
 
     def listen(self, for_s):
         """Heartbeats go on meanwhile."""
@@ -109,8 +109,9 @@ class Speaker:
             self.listen(left_s)
         assert not [message for message in self.heard if isinstance(message, kind)], self.heard
 
-    def put(self, number, deadline_s=60.0, **more):
-        job = m.Job(m.Attempt(self.name, "r", number), "tcp://127.0.0.1:1", [1, 2, 3], 0, deadline_s, **more)
+    def put(self, number, deadline_s=60.0, cached_tokens=0, **more):
+        attempt = m.Attempt(self.name, "r", number)
+        job = m.Job(attempt, "tcp://127.0.0.1:1", [1, 2, 3], cached_tokens, deadline_s, **more)
         self.say(m.Put(job))
         return self.expect(m.PutReply, lambda reply: reply.attempt == job.attempt)
 
@@ -127,6 +128,11 @@ class Speaker:
     def close(self):
         self.line.close(100)
         self.context.destroy(linger=0)
+
+
+def without_queue(member):
+    """Over NATS its session adds what it has queued."""
+    return msgspec.structs.replace(member, load=msgspec.structs.replace(member.load, queued_tokens=None))
 
 
 def live(for_s, *speakers):
@@ -192,6 +198,28 @@ def test_heartbeats_are_answered_with_news_or_with_none(pair, speaker):
     peers = p.expect(m.Peers, lambda peers: any(one.draining for one in peers.members))
     assert len(peers.members) == 2
     d.register(draining=False, load=m.Load(1, 2, 3))
+
+
+def test_b112_heartbeats_say_how_many_tokens_wait(speaker):
+    """B112: for any prefill engine that the asker's jobs could go to, in jobs of all decode engines."""
+    d, e, p = engines = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
+    for cached_tokens in (0, 2):
+        d.put(cached_tokens, cached_tokens=cached_tokens)
+    e.put(1)
+
+    def hear(tokens):
+        for one in engines:
+            one.heard = [message for message in one.heard if not isinstance(message, m.Heard)]
+        wait_for(lambda: all(any(isinstance(message, m.Heard) and message.queue_tokens == tokens
+                                 for message in one.heard) for one in (d, e)),
+                 f"{tokens} tokens", meanwhile=lambda: live(0.05, *engines))
+
+    hear(3 + 1 + 3)
+    p.take(1)
+    assert p.offer() == 0
+    hear(1 + 3)
+    e.say(m.Withdraw(m.Attempt(e.name, "r", 1)))
+    hear(1)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.fakes.brokers import NatsServer, patience  # noqa: F401
 from tests.sockets import test_agent, test_broker_contract
 from tests.sockets.test_broker_contract import FINGERPRINT, Settings, Speaker, know_each_other, live
 from tests.waiting import wait_for
-from vllm_pd.broker import nats_backend, nats_members, nats_session, nats_store
+from vllm_pd.broker import nats_backend, nats_members, nats_reach, nats_session, nats_store
 from vllm_pd.broker.directory import Directory
 from vllm_pd.broker.members import Access, list_members
 from vllm_pd.errors import ControlError
@@ -109,9 +109,16 @@ def test_a_job_is_acknowledged_at_its_end_and_not_before(server, prefix, quick, 
 
 def test_a_connection_that_sends_nothing_any_more_is_closed_in_time(monkeypatch):
     """Until then the backend connects to no other server."""
+    async def never(*arguments):
+        await asyncio.sleep(3600)
+
     monkeypatch.setattr(nats_store, "REQUEST_S", 0.1)
-    client = SimpleNamespace(is_closed=False, close=lambda: asyncio.sleep(3600), jetstream=lambda timeout: None)
-    asyncio.run(asyncio.wait_for(nats_store.Store(client, "x").close(), 30))
+    monkeypatch.setattr(nats_store, "PONG_S", 0.1)
+    client = SimpleNamespace(is_closed=False, close=never, flush=lambda timeout: asyncio.wait_for(never(), timeout),
+                             jetstream=lambda timeout: None, connected_url=SimpleNamespace(netloc="a:1"))
+    servers = nats_reach.Servers(["nats://a:1", "nats://b:1"])
+    asyncio.run(asyncio.wait_for(nats_store.Store(client, "x", servers).close(), 30))
+    assert servers.urls == ["nats://b:1", "nats://a:1"]
 
 
 def test_a_job_that_ends_while_too_many_commands_wait_is_acknowledged_later(server, prefix, speaker):
@@ -388,14 +395,72 @@ class DeliveredJob:
     """As the server delivers it. `answers`: what the session has said to the server about it."""
     headers, reply, subject = None, "reply", "inbox.1"
 
-    def __init__(self, number: int) -> None:
-        job = m.Job(m.Attempt("d", "r", number), "tcp://127.0.0.1:1", [1, 2, 3], 0, 60.0)
+    def __init__(self, number: int, stamp_s: float = 5000.0, deliveries: int = 1, **more: object) -> None:
+        job = m.Job(m.Attempt("d", "r", number), "tcp://127.0.0.1:1", [1, 2, 3], 0, 60.0, **more)
         self.data = codec.encode("d", m.Put(job))
-        self.metadata = SimpleNamespace(timestamp=datetime.datetime.fromtimestamp(5000.0), num_delivered=1)
+        self.metadata = SimpleNamespace(timestamp=datetime.datetime.fromtimestamp(stamp_s), num_delivered=deliveries)
         self.answers = []
 
     async def nak(self, delay=None):
-        self.answers.append("nak")
+        self.answers.append("nak" if delay is None else delay)
+
+
+async def taking_session(pull, report, *others):
+    """Of P, which can take one job. D is there, and these others; the server's clock shows 5000 s."""
+    session = nats_session.NatsSession(SimpleNamespace(pull=pull), "p", 5.0, report, collections.Counter(), None)
+    session._member, session._complete = m.Member("p", m.Role.PREFILL, "", FINGERPRINT), True
+    now = time.monotonic()
+    session._directory.clock_is(now, 5000.0)
+    for member in (session._member, m.Member("d", m.Role.DECODE, "", FINGERPRINT), *others):
+        session._directory.heard(now, member.incarnation, member, 5000.0)
+    await session.do(m.Credit(1, 0))
+    return session
+
+
+@pytest.mark.parametrize("deliveries, waited_s, more, answer", [
+    (1, 0.0, {}, "nak"),  # it goes to the others at once
+    (2, 0.0, {}, nats_session.PAUSE_MAX_S),  # it has been to all, and the preferred one has no room
+    (2, 9.0, {}, nats_session.PAUSE_MAX_S),
+    (2, 11.0, {}, None),  # now it takes longer to wait than to cross the link
+    (2, 0.0, {"detours": ()}, None),
+    (2, 0.0, {"detours": (("p", 10.0), ("near", 10.0))}, None),
+    (2, 0.0, {"prefer": "gone"}, None),
+    (2, 0.0, {"prefer": "p"}, None),
+    (nats_session.MAX_PREFERRED_PASSES + 1, 0.0, {}, None)])
+async def test_b112_a_job_waits_for_a_nearer_engine_as_long_as_the_link_takes(deliveries, waited_s, more, answer):
+    """B112: as at the embedded broker."""
+    async def pull(*terms):
+        pass
+
+    offers = []
+    session = await taking_session(pull, offers.append, m.Member("near", m.Role.PREFILL, "", FINGERPRINT))
+    job = DeliveredJob(1, 5000.0 - waited_s, deliveries, **{"prefer": "near", "detours": (("p", 10.0), ), **more})
+    await session._on_delivered(job)
+    assert job.answers == ([] if answer is None else [answer])
+    assert len(offers) == (answer is None)
+
+
+async def test_a_pull_of_which_nothing_is_heard_is_made_again(monkeypatch):
+    """The server that knew of it leads the queue no longer, and the one that does gives no job to this engine."""
+    now, pulls = 100.0, []
+
+    async def pull(group, inbox, number, expires_s):
+        pulls.append(number)
+
+    session = await taking_session(pull, None)
+    monkeypatch.setattr(nats_session, "time", SimpleNamespace(monotonic=lambda: now))
+    session._pull_until = 0.0
+    await session._pull()
+    began = len(pulls)
+    for _ in range(10):
+        now += nats_store.PULL_HEARTBEAT_S
+        await session._on_delivered(SimpleNamespace(subject=f"inbox.{pulls[-1]}", headers={"Status": "100"}))
+        await session._pull()
+    assert len(pulls) == began
+    now += nats_session.PULL_SILENT_S
+    await session._on_delivered(SimpleNamespace(subject="inbox.0", headers={"Status": "100"}))
+    await session._pull()
+    assert len(pulls) == began + 1
 
 
 async def test_an_offer_that_finds_no_place_in_the_inbox_takes_no_credit():
@@ -410,15 +475,11 @@ async def test_an_offer_that_finds_no_place_in_the_inbox_takes_no_credit():
             raise nats_backend.InboxFull("1000 messages wait")
         offers.append(message)
 
-    session = nats_session.NatsSession(SimpleNamespace(pull=pull), "p", 5.0, report, collections.Counter(), None)
-    session._member, session._complete = m.Member("p", m.Role.PREFILL, "", FINGERPRINT), True
-    session._directory.clock_is(time.monotonic(), 5000.0)
-    session._directory.heard(time.monotonic(), "d", m.Member("d", m.Role.DECODE, "", FINGERPRINT), 5000.0)
-    await session.do(m.Credit(1, 0))
+    session = await taking_session(pull, report)
     assert len(pulls) == 1
     lost = DeliveredJob(1)
     await session._on_delivered(lost)
-    assert lost.answers == ["nak"] and not session._held and session._counters == {"job_passed_on": 1}
+    assert lost.answers == [nats_session.PAUSE_S] and not session._held and session._counters == {"job_passed_on": 1}
     full = False
     await session._pull()
     assert len(pulls) == 2, "its only credit is still there"
@@ -585,8 +646,94 @@ async def test_a_server_that_is_slow_to_say_its_time_makes_nobody_old(monkeypatc
     store, told = SlowStore(monkeypatch), []
     store.generation = "g"
     assert len((await nats_members._read(store, ttl_s=1.0))[0]) == 1
-    await nats_session.NatsSession(store, "b", 1.0, told.append, collections.Counter(), None)._watch()
+    session = nats_session.NatsSession(store, "b", 1.0, told.append, collections.Counter(), None)
+    session._prepared.set()
+    await session._watch()
     assert [len(peers.members) for peers in told] == [1]
+
+
+async def test_b112_tokens_are_not_known_where_an_older_engine_does_not_say_them():
+    """B112: then a decode engine takes the jobs for as long as its own."""
+    async def put_member(incarnation, frame):
+        session._hear(time.monotonic(), incarnation, frame, time.monotonic())
+
+    async def waiting(group):
+        return 3, 0
+
+    async def prepare_group(group):
+        pass
+
+    def enter(name, queued_tokens, role=m.Role.DECODE, fingerprint=FINGERPRINT):
+        member = m.Member(name, role, "", fingerprint, m.Load(queued_tokens=queued_tokens))
+        session._hear(time.monotonic(), name, codec.encode(name, m.Register(member)), time.monotonic())
+
+    store = SimpleNamespace(put_member=put_member, waiting=waiting, prepare_group=prepare_group, generation="g")
+    session = nats_session.NatsSession(store, "a", 5.0, lambda message: None, collections.Counter(), None)
+    await session._register(m.Register(m.Member("a", m.Role.DECODE, "", FINGERPRINT)))
+    enter("b", 30)
+    enter("c", 12)
+    enter("p", None, m.Role.PREFILL)
+    enter("elsewhere", None, fingerprint=msgspec.structs.replace(FINGERPRINT, model="other"))
+    assert session._queue_tokens() == 42
+    enter("d", None)
+    assert session._queue_tokens() is None
+
+
+class Asked:
+    """A server that answers one question after another: after so many seconds, with that error, or never (None)."""
+
+    def __init__(self, *answers):
+        self._answers = list(answers)
+        self.count = 0
+
+    async def __call__(self):
+        answer = self._answers[min(self.count, len(self._answers) - 1)]
+        self.count += 1
+        if isinstance(answer, BaseException):
+            raise answer
+        await asyncio.sleep(1000 if answer is None else answer)
+        return self.count
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    monkeypatch.setattr(nats_reach, "AGAIN_S", 0.05)
+
+
+@pytest.mark.parametrize("first", [None, nats.errors.TimeoutError(), nats.js.errors.ServiceUnavailableError(),
+                                   nats.js.errors.NoStreamResponseError()])
+async def test_b112_a_question_is_asked_again_where_nobody_answers(soon, first):
+    """B112: a leader that is elected knows of no earlier one."""
+    asked = Asked(first, first, 0.0)
+    assert await nats_reach.insist(asked, 60.0) == 3
+
+
+async def test_b112_a_slow_server_answers_the_first_question(soon):
+    assert await nats_reach.insist(asked := Asked(0.12, None), 60.0) > 1 and asked.count < 10
+
+
+async def test_b112_an_error_that_is_an_answer_ends_it(soon):
+    asked = Asked(None, nats.js.errors.NotFoundError(code=404))
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await nats_reach.insist(asked, 60.0)
+    assert asked.count == 2
+
+
+async def test_b112_who_is_never_answered_gives_up(soon):
+    unable = nats.js.errors.ServiceUnavailableError()
+    for answer, error in ((None, TimeoutError), (unable, type(unable))):
+        with pytest.raises(error):
+            await nats_reach.insist(Asked(answer), 0.2)
+    assert len(asyncio.all_tasks()) == 1, "nothing is left"
+
+
+def test_b112_a_server_that_is_gone_is_tried_last():
+    servers = nats_reach.Servers(urls := [f"nats://10.0.0.{number}:4222" for number in range(1, 4)])
+    assert sorted(servers.urls) == urls
+    servers.left("10.0.0.2:4222", answers=False)
+    assert servers.urls[-1] == urls[1]
+    servers.left("10.0.0.3:4222", answers=True)
+    assert servers.urls == [urls[2], urls[0], urls[1]]
 
 
 @pytest.mark.parametrize("back_s", [0.0, 3.0, 3.9, 4.1, 4.5, 4.9, 5.1, 1000.0])
@@ -621,7 +768,8 @@ async def test_members_stay_however_far_the_servers_clock_is_set_back(monkeypatc
             now += 0.495
             session._directory.expire(now)
         versions.append(session._directory.version)
-    assert session._directory.members() == [us, other] and len(set(versions[6:])) == 1
+    assert sorted(member.incarnation for member in session._directory.members()) == ["a", "b"]
+    assert len(set(versions[6:])) == 1
 
 
 def test_the_directory_trusts_one_clock_and_counts_from_its_stamps():

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Set
 
 from vllm_pd.broker.backend import BrokerBackend
+from vllm_pd.broker.nats_reach import Servers
 from vllm_pd.broker.nats_session import Command, Mailbox, NatsSession
 from vllm_pd.broker.nats_store import AWAY, Store
 from vllm_pd.protocol import messages as m
@@ -39,6 +40,7 @@ class NatsBackend(BrokerBackend):
         self.error: BaseException | None = None
         self._incarnation = incarnation
         self._address = address
+        self._servers = Servers(address.urls)
         self._ttl_s = ttl_s
         self._waker = Waker()
         self._inbox: collections.deque[tuple[str, m.Message]] = collections.deque()
@@ -150,7 +152,7 @@ class NatsBackend(BrokerBackend):
     async def _connected(self) -> bool:
         """One connection, from its beginning to its end. True where it was up."""
         closed = self._closed
-        store = await Store.open(self._address, closed.set, self._on_error)
+        store = await Store.open(self._address, closed.set, self._on_error, servers=self._servers)
         try:
             session = NatsSession(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
                               self.counters, self._note_protocol)

@@ -13,6 +13,7 @@ import collections
 import logging
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 from nats.aio.msg import Msg
@@ -21,7 +22,9 @@ from vllm_pd.broker.choice import JobTaker
 from vllm_pd.broker.directory import Directory
 from vllm_pd.broker.nats_store import (
     ACK_WAIT_S,
+    HEARTBEAT,
     MAX_DELIVER,
+    PULL_HEARTBEAT_S,
     TIMED_OUT,
     Full,
     Store,
@@ -41,7 +44,7 @@ logger = logging.getLogger("vllm.pd")
 TICK_S = 0.5
 PROGRESS_S = ACK_WAIT_S / 5
 PULL_S = 5.0
-PULL_GRACE_S = 1.0
+PULL_SILENT_S = 3 * PULL_HEARTBEAT_S
 CANCEL_S = 0.02
 PAUSE_S = 0.1
 PAUSE_MAX_S = 0.5
@@ -50,6 +53,12 @@ MAX_NUMBERS = 8192
 MAX_PREFERRED_PASSES = MAX_DELIVER // 2  # so often a job is handed back because another engine is preferred
 
 Command = m.Message | frozenset[m.Attempt] | None  # a message, attempts that have ended here, or the end of the session
+
+
+class _Queued(NamedTuple):
+    """A job of this engine: its number in the stream, and what is to be computed of its prompt."""
+    number: int
+    tokens: int
 
 
 class Mailbox:
@@ -92,16 +101,17 @@ class NatsSession:
         self._counters = counters
         self._note_protocol = note_protocol
         self._directory = Directory(ttl_s)
+        self._prepared = asyncio.Event()  # the server makes queues and watches again, all of which one leader does
         self._complete = False  # whether the bucket has been read
         self._member: m.Member | None = None
         self._group = ""
         self._queue_length = 0
-        self._numbers: collections.OrderedDict[m.Attempt, int] = collections.OrderedDict()
+        self._numbers: collections.OrderedDict[m.Attempt, _Queued] = collections.OrderedDict()
         self._taken = JobTaker()  # this engine's own room
         self._preference = PrefillPreference()
         self._inbox = ""
         self._pull_number = 0
-        self._pull_until = 0.0  # one job has been requested, and may come until then
+        self._pull_until = 0.0  # one job has been requested, and may come until then; each heartbeat of it moves this
         self._held: dict[m.Attempt, Msg] = {}
         self._next_progress = 0.0
         self._seen_at = time.monotonic()
@@ -159,27 +169,37 @@ class NatsSession:
         if self._member is None or self._member.fingerprint != member.fingerprint:
             self._group = group(member.fingerprint)
             await self._store.prepare_group(self._group)
+            self._prepared.set()
+        self._queue_length, given = await self._store.waiting(self._group)
+        tokens = sum(queued.tokens for queued in self._numbers.values() if queued.number > given)
+        member = msgspec.structs.replace(member, load=msgspec.structs.replace(member.load, queued_tokens=tokens))
         self._member = member
         self._sent_at = time.monotonic() if self._complete else None
         await self._store.put_member(self._incarnation, codec.encode(self._incarnation, m.Register(member)))
-        self._queue_length, _ = await self._store.waiting(self._group)
         if time.monotonic() - self._seen_at >= max(self._ttl_s, 2 * TICK_S):
             raise TimeoutError("entries are stored, but their changes do not come back, or with stamps of the past")
         if not self._complete:
             return
         if (message.broker, message.version) == (self._store.generation, self._directory.version):
-            self._report(m.Heard(self._store.generation, self._queue_length, None,
+            self._report(m.Heard(self._store.generation, self._queue_length, self._queue_tokens(),
                                  prefill_loads(member, self._directory.members())))
         else:
             self._report(self._peers())
         await self._pull()
+
+    def _queue_tokens(self) -> int | None:
+        """What waits in our queue, as each decode engine that uses it said last; None where one does not say."""
+        others = [member.load.queued_tokens for member in self._directory.members() if member.role.decodes
+                  and member.incarnation != self._incarnation and group(member.fingerprint) == self._group]
+        return None if None in others else sum(others, self._member.load.queued_tokens)
 
     def _peers(self) -> m.Peers:
         return m.Peers(self._store.generation, self._directory.version, self._directory.members(), self._queue_length)
 
     async def _watch(self) -> None:
         """Follow the bucket while the connection lasts. Report the members once all entries have been read, and after
-        each later change."""
+        each later change. Unlike the queue of a group, a watch can't be asked for twice: so that one comes first."""
+        await self._prepared.wait()
         server_s = await self._store.now_s()
         self._directory.clock_is(time.monotonic(), server_s)
         async for change in self._store.watch_members():
@@ -225,7 +245,7 @@ class NatsSession:
             refusal = m.PutRefusal.NO_PEER
         else:
             preferred = self._preference.prefer(time.monotonic(), job, fitting)
-            refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred, detours=()))
+            refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred))
         self._report(m.PutReply(job.attempt, refusal, self._queue_length, is_new))
 
     def _fitting(self, job: m.Job, owner: m.Member) -> list[m.Member]:
@@ -247,7 +267,7 @@ class NatsSession:
             return m.PutRefusal.FULL, False
         if number is not None:
             self._queue_length += 1
-            self._numbers[job.attempt] = number
+            self._numbers[job.attempt] = _Queued(number, job.new_tokens)
             self._numbers.move_to_end(job.attempt)
             if len(self._numbers) > MAX_NUMBERS:
                 self._numbers.popitem(last=False)
@@ -256,25 +276,25 @@ class NatsSession:
     async def _replace(self, job: m.Job, frame: bytes) -> int | None:
         """The job is queued already. It keeps its place if no engine has got it; else the one that did has not claimed
         it, and another one is to get it."""
-        number = self._numbers.get(job.attempt)
+        queued = self._numbers.get(job.attempt)
         self._queue_length, given = await self._store.waiting(self._group)
-        if number is None:
+        if queued is None:
             await self._store.remove_jobs_of(self._group, job.attempt)
-        elif number > given:
+        elif queued.number > given:
             return None
         else:
-            await self._store.remove_job(number)
+            await self._store.remove_job(queued.number)
         return await self._store.put_job(self._group, job, frame)
 
     async def _withdraw(self, attempt: m.Attempt) -> None:
         if attempt.incarnation != self._incarnation or not self._group:
             self._counters["foreign"] += 1
             return
-        number = self._numbers.pop(attempt, None)
-        if number is None:
+        queued = self._numbers.pop(attempt, None)
+        if queued is None:
             await self._store.remove_jobs_of(self._group, attempt)
         else:
-            await self._store.remove_job(number)
+            await self._store.remove_job(queued.number)
 
     # P's jobs.
 
@@ -285,13 +305,13 @@ class NatsSession:
                 or self._member is None or not self._member.role.prefills or self._member.draining):
             return
         self._pull_number += 1
-        self._pull_until = time.monotonic() + PULL_S + PULL_GRACE_S
+        self._pull_until = time.monotonic() + PULL_SILENT_S
         await self._store.pull(self._group, self._inbox, self._pull_number, PULL_S)
 
     async def _on_delivered(self, delivered: Msg) -> None:
         try:
             if is_refusal(delivered):
-                await self._on_pull_end(delivered)
+                await self._on_pull_status(delivered)
             elif delivered.reply:
                 await self._on_job(delivered)
             else:
@@ -300,8 +320,12 @@ class NatsSession:
             self._counters["frame_error"] += 1
             logger.exception("unexpected error in a message on %s", delivered.subject)
 
-    async def _on_pull_end(self, delivered: Msg) -> None:
-        if delivered.subject.rpartition(".")[2] == str(self._pull_number):
+    async def _on_pull_status(self, delivered: Msg) -> None:
+        if delivered.subject.rpartition(".")[2] != str(self._pull_number):
+            return
+        if status(delivered) == HEARTBEAT:
+            self._pull_until = time.monotonic() + PULL_SILENT_S
+        else:
             ended = status(delivered) == TIMED_OUT
             self._pull_until = 0.0 if ended else time.monotonic() + TICK_S  # else there is an error at the moment
             await self._pull()
@@ -326,7 +350,8 @@ class NatsSession:
             await delivered.in_progress()
             await self._pull()
             return
-        left_s = job.deadline_s - self._directory.age_s(now, stamp_s)
+        waited_s = self._directory.age_s(now, stamp_s)
+        left_s = job.deadline_s - waited_s
         theirs = self._directory.find(job.attempt.incarnation)
         if left_s <= 0 or (theirs is None and deliveries >= STRANGE_DELIVERIES):
             self._counters["job_expired" if left_s <= 0 else "job_orphaned"] += 1
@@ -336,6 +361,8 @@ class NatsSession:
             await self._pass_on(delivered, deliveries)
         elif self._is_for_another(job, theirs, deliveries):
             await delivered.nak()
+        elif self._waits_for_a_nearer(job, theirs, deliveries, waited_s):
+            await delivered.nak(delay=PAUSE_MAX_S)
         else:
             try:
                 self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._taken.offered + 1))
@@ -350,10 +377,18 @@ class NatsSession:
     def _is_for_another(self, job: m.Job, owner: m.Member, deliveries: int) -> bool:
         """Whether to hand a job back because its decode engine prefers an engine that is there. One that has no room
         does not ask for jobs; so it comes here again when it has been to all the others."""
-        if not job.prefer or job.prefer == self._incarnation or deliveries > MAX_PREFERRED_PASSES:
-            return False
-        fitting = self._fitting(job, owner)
-        return deliveries < len(fitting) and any(member.incarnation == job.prefer for member in fitting)
+        return deliveries < len(fitting := self._fitting(job, owner)) and self._may_prefer(job, fitting, deliveries)
+
+    def _may_prefer(self, job: m.Job, fitting: Iterable[m.Member], deliveries: int) -> bool:
+        return (job.prefer not in ("", self._incarnation) and deliveries <= MAX_PREFERRED_PASSES
+                and any(member.incarnation == job.prefer for member in fitting))
+
+    def _waits_for_a_nearer(self, job: m.Job, owner: m.Member, deliveries: int, waited_s: float) -> bool:
+        """Whether a job, of which the preferred engine has got no room yet, waits for that: as long as the path from
+        here to its decode engine takes longer than that one's."""
+        detours = dict(job.detours)
+        longer_s = detours.get(self._incarnation, 0.0) - detours.get(job.prefer, 0.0)
+        return waited_s < longer_s and self._may_prefer(job, self._fitting(job, owner), deliveries)
 
     async def _pass_on(self, delivered: Msg, deliveries: int) -> None:
         if deliveries >= MAX_DELIVER:

@@ -9,6 +9,7 @@ import asyncio
 import collections
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import logging
@@ -28,6 +29,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
 
+from vllm_pd.broker.nats_reach import Servers, insist
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.fields import stable_values
 from vllm_pd.rpc.nats_address import NatsAddress
@@ -37,7 +39,9 @@ logger = logging.getLogger("vllm.pd")
 REQUEST_S = 2.0
 RETRY_S = 0.05
 PING_S = 2
+PONG_S = 0.5
 WATCH_S = 60.0
+PULL_HEARTBEAT_S = 0.5
 MEMBER_KEPT_S = 3600.0  # longer than any engine may be silent; who is silent for how long, each engine sees by itself
 MEMBER_BYTES = 1 << 20
 JOBS_KEPT_S = 86400.0
@@ -57,7 +61,7 @@ T = TypeVar("T")
 
 _SAFE = re.compile(r"[A-Za-z0-9-]{1,64}")
 _STATUS = "Status"
-TIMED_OUT = "408"
+TIMED_OUT, HEARTBEAT = "408", "100"
 
 
 class Unsuitable(nats.errors.Error):
@@ -103,6 +107,7 @@ def token(name: str) -> str:
     return name if _SAFE.fullmatch(name) else "_" + hashlib.sha256(name.encode(errors="replace")).hexdigest()[:40]
 
 
+@functools.lru_cache(maxsize=256)
 def group(fingerprint: m.Fingerprint) -> str:
     """Engines of one group can send KV to each other: those whose fingerprints are equal, but for numbers of ranks and
     stages all of which fit each other."""
@@ -135,8 +140,9 @@ def origin(delivered: Msg) -> tuple[float, int] | None:
 class Store:
     """One connection. `generation` names what is stored: another one means that everything from before is lost."""
 
-    def __init__(self, client: Client, prefix: str):
+    def __init__(self, client: Client, prefix: str, servers: Servers):
         self._client = client
+        self._servers, self._server = servers, client.connected_url.netloc
         self._js = client.jetstream(timeout=REQUEST_S)
         self._bucket_name, self._stream = f"{prefix}_members", f"{prefix}_jobs"
         self._subjects = f"{prefix}.jobs"
@@ -144,9 +150,10 @@ class Store:
         self.generation = ""
 
     @classmethod
-    async def open(cls, address: NatsAddress, on_close: Callable[[], None],
-                   on_error: Callable[[Exception], None], *, make: bool = True) -> "Store":
-        """Connect, and make what is missing (or raise for it). Raises AWAY."""
+    async def open(cls, address: NatsAddress, on_close: Callable[[], None], on_error: Callable[[Exception], None], *,
+                   make: bool = True, servers: Servers | None = None) -> "Store":
+        """Connect, and make what is missing (or raise for it). `servers`: those of the address, as earlier connections
+        found them. Raises AWAY."""
         async def closed() -> None:
             on_close()
 
@@ -156,14 +163,15 @@ class Store:
             faults.append(fault)
             on_error(fault)
 
+        servers = servers or Servers(address.urls)
         try:
             client = await nats.connect(
-                list(address.urls), name="vllm-pd", allow_reconnect=False, connect_timeout=REQUEST_S,
-                max_reconnect_attempts=1, reconnect_time_wait=RETRY_S, ping_interval=PING_S, error_cb=error,
-                closed_cb=closed, disconnected_cb=closed, **address.options())
+                list(servers.urls), name="vllm-pd", dont_randomize=True, allow_reconnect=False,
+                connect_timeout=REQUEST_S, max_reconnect_attempts=1, reconnect_time_wait=RETRY_S, ping_interval=PING_S,
+                error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
         except nats.errors.NoServersError as none:
             raise ConnectionError(str(faults[-1]) if faults else str(none)) from none
-        store = cls(client, address.prefix)
+        store = cls(client, address.prefix, servers)
         try:
             await store._prepare(make)
         except BaseException:
@@ -178,7 +186,12 @@ class Store:
 
     async def close(self) -> None:
         """Close the connection. The library first sends what waits to be sent, and a server that can't be reached takes
-        nothing, so this ends after `REQUEST_S` in any case."""
+        nothing, so this ends after `PONG_S` and `REQUEST_S` in any case."""
+        answers = False
+        with contextlib.suppress(*AWAY):
+            await self._client.flush(PONG_S)
+            answers = True
+        self._servers.left(self._server, answers)
         if not self._client.is_closed:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._client.close(), REQUEST_S)
@@ -200,15 +213,19 @@ class Store:
 
     async def _info(self, stream: str) -> dict[str, Any]:
         """What the server says of a stream; the library's older releases leave some of it out."""
-        reply = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=REQUEST_S)
+        reply = await self._insist(lambda: self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=REQUEST_S))
         return json.loads(reply.data)
+
+    async def _insist(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """See `insist`."""
+        return await insist(ask, REQUEST_S)
 
     async def _prepare(self, make: bool) -> None:
         """Open bucket and stream, and make what is missing; without `make`, raise Unsuitable for it, as for a stream
         that is no work queue. `generation` is made of the times at which both were created, so it changes when one was
         lost."""
         try:
-            self._bucket = await self._js.key_value(self._bucket_name)
+            self._bucket = await self._insist(lambda: self._js.key_value(self._bucket_name))
         except nats.js.errors.NotFoundError as error:
             if not make:
                 raise Unsuitable(f"there is no bucket {self._bucket_name}: no engine has ever been here") from error
@@ -216,7 +233,7 @@ class Store:
                 bucket=self._bucket_name, ttl=MEMBER_KEPT_S, storage=api.StorageType.MEMORY,
                 max_value_size=MEMBER_BYTES, replicas=replicas)))
         try:
-            jobs = await self._js.stream_info(self._stream)
+            jobs = await self._insist(lambda: self._js.stream_info(self._stream))
         except nats.js.errors.NotFoundError as error:
             if not make:
                 raise Unsuitable(f"there is no stream {self._stream}: no engine has ever been here") from error
@@ -253,7 +270,7 @@ class Store:
 
     async def put_member(self, incarnation: str, frame: bytes) -> None:
         """Say that it is there."""
-        await self._bucket.put(token(incarnation), frame)
+        await self._insist(lambda: self._bucket.put(token(incarnation), frame))
 
     async def remove_member(self, incarnation: str) -> None:
         """Say that it is not."""
@@ -276,9 +293,10 @@ class Store:
 
     async def prepare_group(self, name: str) -> None:
         """Make the queue of a group."""
-        await self._js.add_consumer(self._stream, api.ConsumerConfig(
+        config = api.ConsumerConfig(
             durable_name=name, filter_subject=f"{self._subjects}.{name}.>", ack_policy=api.AckPolicy.EXPLICIT,
-            ack_wait=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_ack_pending=-1, inactive_threshold=CONSUMER_KEPT_S))
+            ack_wait=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_ack_pending=-1, inactive_threshold=CONSUMER_KEPT_S)
+        await self._insist(lambda: self._js.add_consumer(self._stream, config))
 
     def _subject(self, name: str, attempt: m.Attempt) -> str:
         return f"{self._subjects}.{name}.{token(attempt.incarnation)}.{attempt.number}"
@@ -309,7 +327,7 @@ class Store:
 
     async def waiting(self, name: str) -> tuple[int, int]:
         """(jobs that no engine has got yet, the largest number that one has)."""
-        info = await self._js.consumer_info(self._stream, name)
+        info = await self._insist(lambda: self._js.consumer_info(self._stream, name))
         return info.num_pending or 0, info.delivered.stream_seq if info.delivered else 0
 
     async def all_waiting(self) -> int:
@@ -325,8 +343,10 @@ class Store:
         return inbox
 
     async def pull(self, name: str, inbox: str, number: int, expires_s: float) -> None:
-        """Ask for a job, to come within that time."""
-        request = json.dumps({"batch": 1, "expires": int(expires_s * 1e9)}).encode()
+        """Ask for a job, to come within that time. Meanwhile a status HEARTBEAT comes each `PULL_HEARTBEAT_S`; where it
+        does not, the server that knew of the request leads the queue no longer."""
+        request = json.dumps({"batch": 1, "expires": int(expires_s * 1e9),
+                              "idle_heartbeat": int(PULL_HEARTBEAT_S * 1e9)}).encode()
         await self._client.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{name}", request,
                                    reply=f"{inbox}.{number}")
 

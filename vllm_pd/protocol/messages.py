@@ -129,12 +129,14 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """How busy an engine is; sent to the registry with every heartbeat. Of a prefill engine: `job_tokens`, the prompt
     tokens of the jobs that it has taken and not computed yet, without what their decode engines have cached, and
     `tokens_per_s`, how fast it computes prompts as it has measured, 0 where it has not. One of an older release has
-    neither."""
+    neither. Of a decode engine over NATS: `queued_tokens`, those of its jobs that no prefill engine has got yet; None
+    where it does not say."""
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
     job_tokens: Count = 0
     tokens_per_s: Rate = 0.0
+    queued_tokens: Count | None = None
 
 
 class PrefillLoad(msgspec.Struct, frozen=True, array_like=True):
