@@ -21,13 +21,13 @@ LANES = {
     "engines": ("v1", ),
     "others": ("series", "unit", "proof", "sockets", "router", "peers", "transfer"),
 }
-REST = {  # real engines in all their shapes, and what only the patches, V0, the step sync or a network can break
+REST = {  # real engines in all their shapes, and what only patches, V0, the step sync, recipes or a network can break
     "engines": ("v1_engines", "e2e", "v1_hosts"),
-    "others": ("wheel", "dp", "upstream", "dp_protocol", "hosts"),
+    "others": ("wheel", "dp", "v1_commands", "upstream", "dp_protocol", "hosts"),
 }
 # Folders with an environment of their own, and what starts pytest there.
 V1_PYTEST = ("bash", "-c", 'VLLM_PD_ENGINE=v1 . scripts/env.sh && exec python -m pytest "$@"', "pytest-v1")
-COMMANDS = dict.fromkeys(("tests/v1", "tests/v1_engines", "tests/v1_hosts"), V1_PYTEST)
+COMMANDS = dict.fromkeys(("tests/v1", "tests/v1_commands", "tests/v1_engines", "tests/v1_hosts"), V1_PYTEST)
 FAST = {
     "engines": ("e2e/test_tokens.py::test_b1_greedy_tokens_equal_those_of_one_engine",),
     "others": ("series", "unit", "proof"),

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -553,6 +554,15 @@ def test_b80_a_model_for_which_vllm_has_a_scheduler_of_its_own():
     config.scheduler_config.scheduler_cls = "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     with pytest.raises(ConfigError, match="scheduler_cls=.*Diffusion.*serve another model"):
         claim(config)
+
+
+@pytest.mark.parametrize("argument", ["--scheduler-cls", "--scheduler_cls=vllm.v1.core.sched.scheduler.Scheduler",
+                                      "vllm serve a --scheduler-cls vllm.v1.core.sched.scheduler.Scheduler"])
+def test_b80_a_scheduler_of_vllm_that_the_user_has_named(monkeypatch, argument):
+    """B80: as recipes do; also in the command that `doctor --for` is asked about."""
+    monkeypatch.setattr(sys, "argv", ["vllm", argument])
+    with pytest.raises(ConfigError, match="scheduler_cls=.*remove it"):
+        configure(transfer(), scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
 
 
 def test_b80_an_engine_without_a_process_of_its_own(monkeypatch):

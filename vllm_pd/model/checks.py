@@ -66,13 +66,13 @@ def check_model(config: VllmConfig, with_states: bool = False) -> None:
         (model.is_attention_free, "model", "serve a model with attention: there is no KV to transfer"),
         (model.has_inner_state and not with_states, "model",
          "serve a model without recurrent state: it is not in the KV blocks"),
-        (config.cache_config.sliding_window is not None, "sliding_window",
-         "add --disable-sliding-window: blocks that slide out have no place in the peer's table"),
     ):
         if refused:
-            value = config.cache_config.sliding_window if key == "sliding_window" else model.model
-            raise ConfigError(key, value, cure)
+            raise ConfigError(key, model.model, cure)
     check_layers(config)
+    if config.cache_config.sliding_window is not None:  # last: it has a cure that keeps the model
+        raise ConfigError("sliding_window", config.cache_config.sliding_window,
+                          "add --disable-sliding-window: blocks that slide out have no place in the peer's table")
 
 
 def check_parallel(config: VllmConfig) -> None:

@@ -44,12 +44,12 @@ _OF_SOME_LAYERS = {  # a key for some layers -> that for the others
 def check_layers(config: VllmConfig) -> None:
     """Raises ConfigError for a model or a type of the cache that can't be transferred, on either engine."""
     cache_dtype, model = config.cache_config.cache_dtype, config.model_config.hf_text_config
-    if cache_dtype not in CACHE_DTYPES:
-        raise ConfigError("kv_cache_dtype", cache_dtype, f"use one of {sorted(CACHE_DTYPES)}: what a block of another "
-                          "type has beside keys and values is not known here")
     for key, cure in _OTHER_STATE.items():
         if getattr(model, key, None):
             raise ConfigError(key, getattr(model, key), cure)
+    if cache_dtype not in CACHE_DTYPES:
+        raise ConfigError("kv_cache_dtype", cache_dtype, f"use one of {sorted(CACHE_DTYPES)}: what a block of another "
+                          "type has beside keys and values is not known here")
     for key, other in _OF_SOME_LAYERS.items():
         values = getattr(model, key, None), getattr(model, other, None)
         if None not in values and values[0] != values[1]:

@@ -126,7 +126,8 @@ def check_scheduler(config: VllmConfig) -> None:
     chosen = config.scheduler_config.scheduler_cls
     if chosen in (None, SCHEDULER):
         return
-    if isinstance(chosen, str) and chosen.startswith("vllm."):
+    is_own = not any("scheduler-cls" in one.replace("_", "-") for one in sys.argv)  # vLLM itself has chosen it
+    if is_own and isinstance(chosen, str) and chosen.startswith("vllm."):
         raise ConfigError("scheduler_cls", chosen, "serve another model: vLLM has a scheduler of its own for this one, "
                           f"and {CONNECTOR} needs another")
     raise ConfigError("scheduler_cls", chosen, f"remove it: {CONNECTOR} needs a scheduler of its own and sets it")

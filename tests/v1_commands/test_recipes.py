@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.v1.recipe_models import MODELS, write_models
+from tests.v1_commands.recipe_models import MODELS, write_models
 from vllm_pd.ops.for_command import CommandLine, judge_lines, preview_lines
 from vllm_pd.v1.preview import Preview
 

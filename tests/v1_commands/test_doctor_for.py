@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.v1.recipe_models import write_models
+from tests.v1_commands.recipe_models import write_models
 from vllm_pd.errors import ConfigError
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.for_command import CommandLine, examine_lines, judge_line, judge_lines, preview_lines
