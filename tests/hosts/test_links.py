@@ -52,6 +52,9 @@ def test_b112_the_prefill_engine_across_a_slow_link_gets_few_jobs(rack, kind):
         across.append(serve(d, [near, far], PROMPTS)[1])
     assert 1 <= sum(across) <= LAST_HAND_OVERS + PROMPTS // 4, "it is tried, and soon no more"
     assert serve(d, [near, far], PROMPTS)[1] <= 1
+    begin = f"  prefill engine {far.member['incarnation']}: "
+    assert any(line.startswith(begin) and "more than the nearest" in line
+               for line in fleet.status(decode, d.member["incarnation"])), "an operator sees which one is far"
     near_host.power_off()
     d.wait_until(lambda report: report["prefill_peers"] == 1, "one is left")
     assert serve(d, [far], 2) == [2]

@@ -112,7 +112,7 @@ def test_b82_what_engines_send_never_reaches_the_terminal_as_it_is(monkeypatch, 
     def answer(operator: orders.Operator, order: m.Message, timeout_s: float = 5.0) -> m.StatusReply:
         if "p" in operator.target.incarnation:
             raise ControlError(HOSTILE)
-        return m.StatusReply(engine, "", {HOSTILE: 1}, HOSTILE)
+        return m.StatusReply(engine, "", {HOSTILE: 1}, HOSTILE, paths={HOSTILE: (1e6, 0.5, 0.0)})
 
     monkeypatch.setattr(orders, "Call", lambda *_, **__: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(orders.Operator, "tell", answer)

@@ -34,6 +34,7 @@ MESSAGES = [
     m.Withdraw(ATTEMPT), m.Credit(1, 2), m.Offer(JOB, 3), m.ListMembers("b", 3), m.Drain(), m.Gone("p"),
     m.SetRole(m.Role.PREFILL), m.Status(), m.Status("", "r"),
     m.StatusReply(MEMBER, "why", {"peers": 1}),
+    m.StatusReply(MEMBER, paths={"p": (1e6, 0.5, 12.0)}),
     m.StatusReply(MEMBER, prompt=m.PromptRecord("r", timings=m.Timings(1.0), parked_s=1.0)), m.TryAddresses(("tcp://127.0.0.1:1",)),
     m.AddressesTried({"tcp://127.0.0.1:1": m.Trial.OPEN}, ("tcp://127.0.0.1:2",), {"p": "why"}),
     m.DirectJob(JOB), m.DirectJobTaken(ATTEMPT), m.DirectJobEnd(ATTEMPT, "why"),

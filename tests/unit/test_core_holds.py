@@ -12,6 +12,7 @@ from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
     AddPeer,
     Cancelled,
+    Disconnect,
     DropPeer,
     Fallback,
     FallbackReason,
@@ -159,6 +160,18 @@ def test_a_d_that_is_silent_keeps_its_connection_while_it_may_read(holder):
     assert holder.receive(60.0, "d", claim()) == [ToDecode("d", m.HoldGrant(ONE, HOLD, [4, 5, 6]))], "it reads on"
     freed = holder.receive(61.0, "d", m.HoldDone(ONE, HOLD))
     assert freed[:2] == [HoldEnded(HOLD, HoldEnd.DONE), DropPeer("d")] and not holder.peers()
+
+
+def test_b102_a_d_that_is_added_again_and_falls_silent_keeps_its_connection_while_it_may_read(holder):
+    """B23: our transport could not add it, it is greeted again, and has not answered since."""
+    holder.receive(1.0, "d", claim())
+    holder.peer_unadded(1.0, "d")
+    holder.members_are(2.0, [])
+    for second in range(2, 60):
+        assert not any(isinstance(action, Disconnect) for action in holder.handle_timeout(float(second))), second
+    assert holder.busy_peers() == {"d"} and "d" in holder.peers()
+    freed = holder.receive(60.0, "d", m.HoldDone(ONE, HOLD))
+    assert freed == [HoldEnded(HOLD, HoldEnd.DONE), Disconnect("d")] and not holder.peers()
 
 
 def test_the_control_thread_s_end_frees_what_nobody_has_claimed(holder):

@@ -11,11 +11,13 @@ from vllm_pd.decisions.expected import Here, There, expect
 from vllm_pd.decisions.paths import (
     ALIKE_FACTOR,
     ALIKE_S,
+    COMPARED_TOKENS,
     HALF_LIFE_S,
     LAST_HAND_OVERS,
     MAX_MEASURED,
     PathCosts,
 )
+from vllm_pd.ops.orders import SHOWN_PATHS, describe
 from vllm_pd.peer.control import MessageSource
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
@@ -139,6 +141,41 @@ def test_of_too_many_the_longest_are_told():
     assert told == names[:-m.MAX_DETOURS - 1:-1]
 
 
+def test_b112_what_is_measured_is_said_as_it_was_measured_the_farthest_first():
+    assert PathCosts("").report(0.0, PAIR) == {}
+    costs = PathCosts("")
+    costs.handed_over(10.0, "far", "", 500, timings(2.0, nbytes=3_000_000, last_bytes=2_000_000))
+    costs.handed_over(30.0, "near", "", 500, timings(0.5, nbytes=3_000_000))
+    costs.handed_over(40.0, "gone", "", 500, timings(9.0, nbytes=3_000_000))
+    found = costs.report(40.0, ["near", "far", "new"])
+    # For 1000 tokens 4 s and 1 s.
+    assert list(found) == ["far", "near"] and found["near"] == (6e6, 0.0, 10.0)
+    assert found["far"] == (1e6, pytest.approx(4.0 - 1.0), 30.0)
+    assert costs.report(40.0 + 10 * HALF_LIFE_S, ["near", "far"])["far"] == (1e6, pytest.approx(3.0), 630.0), "aged"
+
+
+def test_b112_of_short_prompts_no_rate_is_known_and_one_long_pause_is_not_one():
+    costs = PathCosts("")
+    costs.handed_over(0.0, "p", "", 50, timings(9.0, claim_s=0.5, nbytes=1000))
+    assert costs.report(0.0, ["p"]) == {"p": (0.0, 0.0, 0.0)}
+    for seconds in (0.0, 1.0, 30.0, 1.0):
+        costs.handed_over(0.0, "p", "", 1000, timings(seconds, nbytes=1000))
+    assert costs.report(0.0, ["p"])["p"][0] == 1000.0
+
+
+def test_b112_whatever_a_peer_measures_fits_a_status():
+    costs = PathCosts("")
+    costs.handed_over(0.0, "p", "", 64, timings(5e-324, nbytes=2**61))
+    costs.handed_over(0.0, "q", "", 64, timings(1e9, nbytes=2**61))
+    protocol = decode_engine(Clock())
+    status = msgspec.structs.replace(protocol.operators.status(0), paths=costs.report(1e12, ["p", "q"]))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(status), type=m.StatusReply) == status
+    for bad in ({"p": (-1.0, 0.0, 0.0)}, {"p": (0.0, 0.0)}, {"": (0.0, 0.0, 0.0)}, {"p": (0.0, float("nan"), 0.0)}):
+        frame = msgspec.msgpack.encode(msgspec.structs.replace(status, paths=bad))
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(frame, type=m.StatusReply)
+
+
 # Both together, in simulated time: one decode engine, prefill engines with a path each, the broker's choice.
 
 
@@ -249,10 +286,10 @@ def put(protocol):
     return attempt, jobs[-1]
 
 
-def hand_over(protocol, attempt, name, seconds, late):
+def hand_over(protocol, attempt, name, seconds, late, nbytes=0):
     """P does it; its message comes before the notice, or after it (`late`)."""
     protocol.control.receive(MessageSource.PREFILL, name, m.Claim(attempt, 1))
-    sent = m.Sent(attempt, 1, timings(seconds))
+    sent = m.Sent(attempt, 1, timings(seconds, nbytes=nbytes))
     if not late:
         protocol.control.receive(MessageSource.PREFILL, name, sent)
     protocol.decode.arrived(attempt, 0)
@@ -275,6 +312,36 @@ def test_what_hand_overs_measure_is_told_with_the_next_jobs(late, auto):
         assert protocol.decode.prefill_loads(("p", ), 320).paths_s == (), "there is no choice"
 
 
+def shown_paths(protocol):
+    """The lines of its status about paths."""
+    return [line for line in describe(protocol.operators.status(0)) if line.startswith(("  prefill engine", "  and "))]
+
+
+def test_b112_a_status_names_each_path_that_was_measured():
+    clock = Clock()
+    protocol = decode_engine(clock)
+    assert shown_paths(protocol) == [] and protocol.operators.status(0).paths == {}
+    hand_over(protocol, put(protocol)[0], "p", 0.001, late=False, nbytes=1_000_000)
+    assert shown_paths(protocol) == ["  prefill engine p: 1,000 MB/s, the nearest, measured 0 s ago"]
+    hand_over(protocol, put(protocol)[0], "q", 4.0, late=False, nbytes=1_000_000)
+    clock.now = 12.0
+    assert shown_paths(protocol) == [
+        f"  prefill engine q: 0.25 MB/s, 25 s more than the nearest for {COMPARED_TOKENS:,} tokens, measured 12 s ago",
+        "  prefill engine p: 1,000 MB/s, the nearest, measured 12 s ago"]
+    protocol.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [], 0, since=1, gone=["q"]))
+    assert shown_paths(protocol) == ["  prefill engine p: 1,000 MB/s, the nearest, measured 12 s ago"]
+
+
+@pytest.mark.parametrize("count, left_out", [(SHOWN_PATHS, None), (SHOWN_PATHS + 3, 3)])
+def test_b112_of_many_paths_the_farthest_are_shown_and_the_others_counted(count, left_out):
+    status = msgspec.structs.replace(decode_engine(Clock()).operators.status(0), paths={
+        f"p{number}": (0.0, float(count - number), 0.0) for number in range(count)})
+    lines = [line for line in describe(status) if line.startswith(("  prefill engine", "  and "))]
+    assert lines[0].startswith(f"  prefill engine p0: {count} s more") and "MB/s" not in lines[0]
+    assert len(lines) == SHOWN_PATHS + (left_out is not None)
+    assert left_out is None or lines[-1] == f"  and {left_out} nearer prefill engines"
+
+
 def test_a_restarted_engine_beyond_a_slow_link_is_known_by_its_zone():
     protocol = decode_engine(Clock(), zone="here")
     attempt, _ = put(protocol)
@@ -294,3 +361,5 @@ def test_a_member_of_an_older_release_has_no_zone_and_its_jobs_no_detours():
     job = m.Job(m.Attempt("d", "r", 0), "", [1], 0, 1.0, detours=(("p", 1.0), ))
     *older, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(job))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).detours == ()
+    *older, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(m.StatusReply(member, paths={"p": (1.0, 1.0, 1.0)})))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.StatusReply).paths == {}

@@ -2,16 +2,20 @@
 """An operator's orders to a running engine: drain, change the role, report the status."""
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_pd.broker.members import Access, list_members
+from vllm_pd.decisions.paths import COMPARED_TOKENS
 from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.ops.printing import three_digits
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.messages import Member
 from vllm_pd.rpc.call import Call
 
 POLL_S = 0.5
+SHOWN_PATHS = 16
+_MB = 1e6
 _INCARNATION = re.compile("[0-9a-f]{32}")
 
 
@@ -135,4 +139,18 @@ def describe(reply: m.StatusReply) -> list[str]:
             *([f"  degraded, {reply.degraded}"] if reply.degraded else []),
             *(f"  can't reach decode engine {name}" for name in member.unreached),
             *(f"  {count} fenced for engine {name}" for name, count in reply.fences.items()),
+            *_describe_paths(reply.paths),
             *(f"  {name:<15} {value}" for name, value in reply.gauges.items())]
+
+
+def _describe_paths(paths: Mapping[str, tuple[float, float, float]]) -> list[str]:
+    """What each path costs: a line for the first ones, which are the farthest. See `PathCosts.report`."""
+    lines: list[str] = []
+    for name, (bytes_per_s, more_s, age_s) in list(paths.items())[:SHOWN_PATHS]:
+        rate = f"{three_digits(round(bytes_per_s / _MB, 3))} MB/s, " if bytes_per_s else ""
+        more = (f"{three_digits(round(more_s, 3))} s more than the nearest for {COMPARED_TOKENS:,} tokens" if more_s
+                else "the nearest")
+        lines.append(f"  prefill engine {name}: {rate}{more}, measured {age_s:,.0f} s ago")
+    if left_out := len(paths) - len(lines):
+        lines.append(f"  and {left_out} nearer prefill engines")
+    return lines

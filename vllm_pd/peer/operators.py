@@ -76,7 +76,7 @@ class OperatorSession(Session):
         degraded = self.degraded()
         return m.StatusReply(self.state.member(), problem, gauges,
                              "" if degraded is None else f"{degraded.cause}: {degraded.detail}", self._fences(),
-                             self._find_prompt(prompt) if prompt else None)
+                             self._find_prompt(prompt) if prompt else None, self._measured_paths())
 
     def _find_prompt(self, name: str) -> m.PromptRecord:
         """What is known of the prompt of the request with this name."""
@@ -125,6 +125,11 @@ class OperatorSession(Session):
         writers = () if self._decode.limits.own_fence else self._decode.fenced().values()
         readers = [one.incarnation for one in self._prefill.holds.states().values() if one is not None]
         return dict(collections.Counter([*writers, *readers]).most_common(m.MAX_FENCES))
+
+    def _measured_paths(self) -> dict[str, tuple[float, float, float]]:
+        """What the paths to the registered prefill engines cost, as far as it was measured; the farthest."""
+        found = self._core.paths.report(self._clock(), [one.incarnation for one in self._cluster.members()])
+        return dict(list(found.items())[:m.MAX_FENCES])
 
     @locked
     def listens(self) -> tuple[str, ...]:

@@ -45,7 +45,8 @@ MAX_PRIORITY = 2**31 - 1
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 MAX_SECONDS = 1e9
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
-Rate = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+MAX_RATE = 1e12
+Rate = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RATE)]
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
                      msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
 BlockIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
@@ -525,13 +526,14 @@ class StatusReply(WireMessage):
     """Answer to the four orders. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
     `degraded` says why the engine has nobody to work with, empty where it has. `fences`: how many attempts each peer
     may still write or read here. `prompt`: of the request that was asked about, under the name that was asked for where
-    it is not known."""
+    it is not known. `paths`: see `PathCosts.report`, the farthest."""
     member: Member
     problem: Text = ""
     gauges: dict[Name, Count] = {}
     degraded: Text = ""
     fences: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_FENCES)] = {}
     prompt: PromptRecord | None = None
+    paths: Annotated[dict[Name, tuple[Rate, Seconds, Seconds]], msgspec.Meta(max_length=MAX_FENCES)] = {}
 
 
 class TryAddresses(WireMessage):

@@ -233,8 +233,9 @@ class Peering:
         return [Disconnect(peer.incarnation)]
 
     def lose(self, peer: Peer) -> list[Action]:
-        """It is gone. One that was a peer stays until `drop_if_leaving`."""
-        if peer.state in (PeerState.PEER, PeerState.LEAVING, PeerState.UNADDED):
+        """It is gone. One that was a peer stays until `drop_if_leaving`, also one that is greeted again: it may read what
+        is held here."""
+        if peer.member is not None and peer.state is not PeerState.REFUSED:
             peer.state, peer.wanted = PeerState.LEAVING, False
             return []
         del self._peers[peer.incarnation]
