@@ -10,11 +10,14 @@ import os
 import random
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import psutil
 
 from tests.hosts.rack import Host
 from tests.verdict import Crash, Leak, WrongAnswer
@@ -56,6 +59,14 @@ class HostedEngine:
     def report(self) -> dict:
         """See `HostEngine.do_report`."""
         return self.ask("report")
+
+    def figures(self) -> dict:
+        """See `HostEngine.do_figures`."""
+        return self.ask("figures")
+
+    def kill(self) -> None:
+        """SIGKILL. Returns when it is gone."""
+        _kill(self._program)
 
     def wait_until(self, holds: Callable[[dict], object], what: str, timeout_s: float = WAIT_S,
                    error: type[AssertionError] = AssertionError) -> float:
@@ -148,18 +159,42 @@ class HostedEngine:
         return "\n".join(self._log.read_text().splitlines()[-15:])
 
 
+def _program_of(entered: subprocess.Popen) -> psutil.Process:
+    """The process that `Host.start` has started, behind the one that waits for it."""
+    [program] = psutil.Process(entered.pid).children()
+    return program
+
+
+def _kill(entered: subprocess.Popen) -> None:
+    _program_of(entered).kill()
+    entered.wait(WAIT_S)
+
+
 class Fleet:
     """A broker on a host, and a key. `settings` are those of all engines that are made. `known_as`: the host in the
     broker's URL, instead of its IPv4 address."""
 
     def __init__(self, host: Host, known_as: str | None = None, **settings: object) -> None:
         self._prepare(host, f"tcp://{known_as or host.ip}:{BROKER_PORT}", settings)
-        self.broker = self.start_broker(host)
+        self.start_broker(host)
 
-    def start_broker(self, host: Host) -> subprocess.Popen:
-        """A broker on that host, at the URL that all know. What is returned ends with it."""
-        return host.start([*VLLM_PD, "broker", "--bind", self.url, "--keys", str(self.keys)], subprocess.DEVNULL,
-                          host.folder / "broker.log", {"PYTHONPATH": str(ROOT)})
+    def start_broker(self, host: Host) -> None:
+        """From now on the broker is one on that host, at the URL that all know."""
+        self._broker = host.start([*VLLM_PD, "broker", "--bind", self.url, "--keys", str(self.keys)],
+                                  subprocess.DEVNULL, host.folder / "broker.log", {"PYTHONPATH": str(ROOT)})
+
+    def kill_broker(self) -> None:
+        """SIGKILL. Returns when it is gone."""
+        _kill(self._broker)
+
+    def freeze_broker(self) -> None:
+        """SIGSTOP, until `thaw_broker`."""
+        _program_of(self._broker).suspend()
+
+    def thaw_broker(self) -> None:
+        """It goes on."""
+        _program_of(self._broker).resume()
+        self._broker.send_signal(signal.SIGCONT)  # who waits for it has stopped as well
 
     def _prepare(self, host: Host, url: str, settings: dict[str, object]) -> None:
         """Make the key; `url` is that of the broker."""

@@ -9,6 +9,7 @@ that are free have a mark, so a write into one of them, or a read that lasts lon
 """
 from __future__ import annotations
 
+import collections
 import json
 import logging
 import os
@@ -51,6 +52,9 @@ class HostEngine(LightEngine):
         self.load_every_s = 0.0
         self._next_prompt_at = 0.0
         self._prompts_made = 0
+        self._begun: dict[str, float] = {}  # when each prompt came that has not ended
+        self._ends: collections.Counter[str] = collections.Counter()
+        self._longest_s = 0.0
         for layer in self.memory:
             layer[:] = MARK
 
@@ -64,6 +68,18 @@ class HostEngine(LightEngine):
     def do_load(self, every_s: float) -> None:
         """From now on submit a prompt of its own each `every_s`; 0: none any more."""
         self.load_every_s, self._next_prompt_at = every_s, time.monotonic()
+
+    def do_submit(self, requests: list) -> None:
+        """As the light engine's."""
+        self._begun |= dict.fromkeys((name for name, _ in requests), time.monotonic())
+        super().do_submit(requests)
+
+    def do_figures(self) -> dict:
+        """What has come of all prompts since the start: how many ended in each way, how many have not, and the seconds
+        that the longest has taken, from when it came."""
+        open_s = [time.monotonic() - begun for begun in self._begun.values()]
+        return {**{how: self._ends[how] for how in ("remote", "local", "wrong")}, "unfinished": len(self._begun),
+                "longest_s": max([self._longest_s, *open_s])}
 
     def do_hold(self, tokens: list[int]) -> list:
         """As the light engine's, with the prompt's KV in the blocks."""
@@ -122,8 +138,11 @@ class HostEngine(LightEngine):
         if self.load_every_s and now >= self._next_prompt_at and len(self.waiting) + len(self.prompts) < MOST_OPEN:
             self._next_prompt_at = now + self.load_every_s
             self._prompts_made += 1
-            self.waiting.append((f"load {self._prompts_made}", random_prompt(10 * BLOCK_SIZE)))
+            self.do_submit([(f"load {self._prompts_made}", random_prompt(10 * BLOCK_SIZE))])
         super().step()
+        for name in self._begun.keys() & self.ended.keys():
+            self._ends[self.ended[name]] += 1
+            self._longest_s = max(self._longest_s, time.monotonic() - self._begun.pop(name))
 
     def _on_event(self, event: object) -> None:
         if isinstance(event, ReadHold):

@@ -7,29 +7,35 @@ its own. The first process of each host, and that of the switch, waits for the e
 kernel ends all processes of the host, and removes its network. So nothing is left over, even if the process that holds
 a `Rack` is killed.
 
-Wants root, iproute2, nftables, util-linux, and a kernel with bridges, nftables for both and token buckets.
+Wants root, iproute2, nftables, util-linux, and a kernel with bridges, nftables for both, token buckets and TAP devices.
 """
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import json
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import IO
 
 import psutil
 
+from tests.hosts.wire import Wire
+
 NET, NET6 = "10.79.0", "fd79:"
 START_S = 30.0
 COMMAND_S = 30.0
 END_S = 30.0
 _PROGRAMS = ("ip", "tc", "nft", "unshare", "nsenter")
+_WIRE = Path(__file__).with_name("wire.py")
 _NAMESPACES = ("--net", "--pid", "--mount", "--ipc", "--uts")
 # One burst of the tested rates fits into a fraction of a second, and nothing that a test sends is dropped.
 _SHAPED = "root tbf rate {rate} burst 16kb latency 2s"
@@ -49,6 +55,7 @@ _TRIAL = f"""set -e
 ip link add name br0 type bridge
 ip link add name one type veth peer name other
 ip link set dev one master br0
+ip tuntap add dev tap mode tap
 tc qdisc add dev other {_SHAPED.format(rate="4mbit")}
 nft 'add table bridge t; add chain bridge t f {{ type filter hook forward priority 0; }}; add rule bridge t f iifname one drop'
 nft 'add table inet t; add chain inet t i {{ type filter hook input priority 0; }}; add rule inet t i {_REJECT}'
@@ -67,6 +74,12 @@ def unavailable() -> str:
         return f"{', '.join(missing)} missing: apt-get install iproute2 nftables util-linux"
     done = subprocess.run([*_unshared(), "sh", "-c", _TRIAL], capture_output=True, text=True, timeout=START_S)
     return f"no namespaces with a switch and a firewall: {done.stderr.strip()}" if done.returncode else ""
+
+
+def _bad_wire(host: Host) -> tuple[str, str, str]:
+    """The names of what makes the cable of that host a bad one: a switch of its own, to which it is plugged, and the
+    ends of the wire between that and the switch of all."""
+    return f"w{host.number}", f"w{host.number}a", f"w{host.number}b"
 
 
 def _unshared() -> list[str]:
@@ -177,6 +190,21 @@ class Host:
         """That device sends as fast as it can again."""
         self._space.run("tc", "qdisc", "del", "dev", device, "root")
 
+    def readdress(self, address: str = "") -> None:
+        """From now on its eth0 has this address of IPv4 alone, which is its `ip` then; "": none, and `ip` stays."""
+        self._configure("-4 addr flush dev eth0", *([f"addr add {address}/24 dev eth0"] if address else []))
+        self.ip = address or self.ip
+
+    def switch_off(self, device: str = "eth0") -> None:
+        """That device is down, and the other end of its cable notices it, until `switch_on`."""
+        self._configure(f"link set dev {device} down")
+
+    def switch_on(self, device: str = "eth0") -> None:
+        """That device is up again, with the addresses that it had."""
+        self._configure(f"link set dev {device} up")
+        if device == "eth0":
+            self._configure(f"addr replace {self.ip6}/64 dev eth0 nodad")  # the kernel keeps those of IPv4 alone
+
     def drop(self, device: str, ports: str = "", other: Host | None = None) -> None:
         """Its firewall drops whatever comes in by that device, from `other` or from everybody, or to those TCP ports of
         it ("30000-30099"), until `accept`."""
@@ -249,6 +277,7 @@ class Rack:
         self.folder = folder
         self._ends = contextlib.ExitStack()
         self._numbers = itertools.count(1)
+        self._wires: dict[Host, _Space] = {}  # of hosts whose cable is a bad one
 
     def __enter__(self) -> Rack:
         self._switch = _Space(["unshare", "--net", "sh", "-c", _SWITCH], is_forked=False)
@@ -256,6 +285,8 @@ class Rack:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        for wire in self._wires.values():
+            wire.end()
         self._ends.close()
 
     def host(self, name: str) -> Host:
@@ -275,9 +306,24 @@ class Rack:
         self._switch.run("nft", "add table bridge faults; add chain bridge faults pass { type filter hook forward "
                                 f"priority 0; }}; {rules}")
 
+    def spoil(self, host: Host, wire: Wire) -> None:
+        """The cable between the switch and that host is that bad, until `heal`. It is a good one, and not cut."""
+        name, *ends = _bad_wire(host)
+        self._wires[host] = _Space(["nsenter", "--target", str(self._switch.pid), "--net", sys.executable,
+                                         str(_WIRE), *ends, json.dumps(dataclasses.asdict(wire))], is_forked=False)
+        for command in (f"link add name {name} type bridge", f"link set dev {ends[0]} master {name}",
+                        f"link set dev {ends[1]} master br0", f"link set dev {host.name} master {name}",
+                        *(f"link set dev {one} up" for one in (name, *ends))):
+            self._switch.run("ip", *command.split())
+
     def heal(self) -> None:
-        """The switch passes everything."""
+        """The switch passes everything, and all cables are good."""
         self._switch.run("nft", "flush ruleset")
+        for host, wire in self._wires.items():
+            self._switch.run("ip", "link", "set", "dev", host.name, "master", "br0")
+            wire.end()
+            self._switch.run("ip", "link", "del", "dev", _bad_wire(host)[0])
+        self._wires.clear()
 
     def unplug(self, host: Host) -> None:
         """The switch has no connection to that host any more."""

@@ -2,7 +2,6 @@
 """B102: a broker that is known by a name goes on at another machine, where the name leads now."""
 import time
 
-import psutil
 import pytest
 
 from tests.hosts.fleet import Fleet, HostedEngine
@@ -30,7 +29,7 @@ def moved(rack: Rack, one: str, other: str, fault: str = "off") -> tuple[HostedE
     fleet = Fleet(first, NAME, bind="tcp://auto:0")
     p, d = fleet.pair(prefill, decode)
     if fault == "killed":
-        psutil.Process(fleet.broker.pid).children()[0].kill()
+        fleet.kill_broker()
     else:
         first.power_off()
     for engine in (p, d):

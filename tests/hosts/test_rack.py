@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.hosts.rack import Host, Rack
+from tests.hosts.wire import Wire
 from tests.waiting import wait_for
 
 PORT = 8000
@@ -95,6 +96,44 @@ def test_a_cable_of_their_own_has_its_rate(pair):
     received = client.run(sys.executable, "-c", f"import socket; s = socket.create_connection(('10.80.0.1', {PORT})); "
                           "print(sum(map(len, iter(lambda: s.recv(65536), b''))))")
     assert received.strip() == "500000" and time.monotonic() - begin > 0.8
+
+
+def test_a_bad_wire_loses_and_delays_what_one_host_sends_and_gets(rack, pair):
+    server, client = pair
+    third = rack.host("third")
+    rack.spoil(client, Wire(loss=1.0))
+    assert attempt(client, server) == "silent" and attempt(third, server) == "open"
+    rack.heal()
+    wait_for(lambda: attempt(client, server) == "open", timeout_s=30.0)
+    rack.spoil(client, Wire(delay_s=0.6 * TRY_S))
+    assert attempt(client, server) == "silent", "there and back takes longer than it waits"
+    rack.heal()
+    rack.spoil(client, Wire(delay_s=0.1 * TRY_S, twice=0.5, late=0.5))
+    assert attempt(client, server) == "open"
+
+
+def test_what_a_bad_wire_does_to_a_frame():
+    assert Wire().arrivals(bytes(1514)) == [0.0]
+    assert Wire(max_bytes=1300).arrivals(bytes(1315)) == [] and Wire(max_bytes=1300).arrivals(bytes(1314)) == [0.0]
+    assert Wire(twice=1.0, delay_s=0.1).arrivals(b"") == [0.1, 0.1]
+    many = [Wire(loss=0.2, late=0.5).arrivals(b"") for _ in range(2000)]
+    assert 1500 < sum(map(bool, many)) < 1700 and len(set(map(tuple, many))) > 500
+
+
+def test_an_address_and_a_link_that_are_gone_for_a_while(pair):
+    server, client = pair
+    former = server.ip
+    server.readdress()
+    assert attempt(client, server) == "silent"
+    server.readdress("10.79.0.99")
+    assert server.ip == "10.79.0.99" and attempt(client, server) == "refused", "it listens at the former one"
+    server.readdress(former)
+    assert attempt(client, server) == "open"
+    server.switch_off()
+    assert attempt(client, server) == "silent"
+    server.switch_on()
+    wait_for(lambda: attempt(client, server) == "open", timeout_s=30.0)
+    assert server.ip6 in server.run("ip", "-6", "addr", "show", "dev", "eth0")
 
 
 def test_a_host_without_power_says_nothing(pair):

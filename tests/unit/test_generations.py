@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from vllm_pd.peer.control import MessageSource
+from vllm_pd.peer.degraded import Cause
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
@@ -536,6 +537,36 @@ def test_b105_a_rank_that_fails_is_told_in_the_log(far, caplog):
     far.renew(far.d)
     far.d.transport.retired(False, "rank 0: no")
     assert "can't destroy" in caplog.text and far.d.operators.counts()["decode_fenced"] == 1
+
+
+def test_b107_an_engine_that_can_make_no_new_agents_works_with_nobody_until_it_can(far):
+    """B107: whatever it has under way may stand still, and it can't end it. More of that would cost more blocks."""
+    far.granted()
+    far.cut = True
+    far.d.control.lifeline_gone("p")
+    for _ in range(3):
+        far.passes(MAX_PAUSE_S)
+        assert far.take("d", RenewTransport)
+        far.d.transport.not_renewed("fab0 is down")
+        far.passes(0.25)
+        degraded = far.d.operators.degraded()
+        assert degraded.cause is Cause.AGENTS and degraded.detail.endswith("new transfer agents: fab0 is down")
+        assert not far.d.state.hands_over and not far.d.state.takes_jobs
+    far.passes(MAX_PAUSE_S)
+    far.renew(far.d)
+    far.passes(0.25)
+    assert far.d.state.hands_over and far.d.state.lost_agents == ""
+
+
+@pytest.mark.parametrize("problem", ["", "no memory"])
+def test_b107_who_is_not_in_doubt_any_more_needs_no_new_agents(ours, half, problem):
+    """B107: some ranks may have them all the same."""
+    half.doubt = 0.0
+    ours.handle_timeout(10.0, [half])
+    ours.not_renewed(10.0, problem)
+    assert ours.why_stuck([half]) == problem
+    half.doubt = NEVER
+    assert ours.why_stuck([half]) == "" and ours.problem == problem
 
 
 def test_protocol_numbers_differ_from_those_of_engines_without_generations():

@@ -349,6 +349,33 @@ def test_b42_an_engine_says_why_it_has_nobody_to_work_with(protocol):
     assert cause(protocol) is None, "it is to have none"
 
 
+def test_b42_b107_an_engine_whose_machine_has_lost_its_address_says_so(protocol, caplog):
+    """B42, B107: nothing comes of what others want of it. So it takes no jobs, as one that drains, and lets the leases
+    of those that it has run out, until its machine has the address again."""
+    protocol.operators.set_role(m.Role.PREFILL)
+    protocol.prefill.set_credits(3)
+    other = msgspec.structs.replace(prefill_engine(), role=m.Role.DECODE)
+    listed(protocol, other)
+    protocol.control.receive(MessageSource.DECODE, "p", m.HelloReply(other, b"its memory"))
+    assert cause(protocol) is None
+    for is_here in (False, True):
+        for _ in range(2):
+            protocol.control.address_is_here("10.0.0.6", is_here)
+        protocol.control.handle_timeout()
+        found = transmitted(protocol)
+        assert [one.jobs for one in found if isinstance(one, m.Credit)] == [3 if is_here else 0]
+        assert [one.member.draining for one in found if isinstance(one, m.Register)] == [not is_here]
+        assert protocol._core.prefill_half.renews is is_here
+        assert cause(protocol) is (None if is_here else Cause.ADDRESS)
+        assert caplog.text.count("does not have the address 10.0.0.6 of this engine") == 1
+        assert caplog.text.count("of this engine again") == is_here
+        if not is_here:
+            assert "10.0.0.6" in protocol.operators.degraded().detail
+    protocol.control.address_is_here("10.0.0.6", False)
+    protocol.operators.drain()
+    assert cause(protocol) is None, "it is to have nobody"
+
+
 def test_b42_a_prefill_engine_wants_decode_engines(protocol):
     """B42: those that have answered it."""
     protocol.operators.set_role(m.Role.PREFILL)

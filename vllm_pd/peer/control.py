@@ -213,6 +213,13 @@ class ControlSession(Session):
         self._do(self._prefill.peer_seems_dead(now, incarnation))
 
     @locked
+    def address_is_here(self, address: str, is_here: bool) -> None:
+        """Whether this machine has `address`, at which the others know this engine, at present."""
+        lost = "" if is_here else address
+        if lost != self.state.lost_address:
+            self._core.set_lost_address(lost)
+
+    @locked
     def mismatch(self, other_protocol: int | None = None) -> str | None:
         """Why a peer does not fit, or did not when it last spoke to us. `other_protocol` is the version of a peer that
         speaks another protocol."""
@@ -251,6 +258,9 @@ class ControlSession(Session):
         ours, halves = self._core.generations, self._core.halves
         was = ours.phase
         self._do(ours.handle_timeout(now, halves))
+        if (stuck := ours.why_stuck(halves)) != self.state.lost_agents:
+            self.state.lost_agents = stuck
+            self._core.state_changed()
         if was is Phase.STEADY and ours.phase is Phase.RENEWING:
             failed = f" (a transfer failed with {', '.join(sorted(ours.parted))})" if ours.parted else ""
             logger.warning("in doubt about what peers do with this engine's memory%s: it makes new transfer agents, "

@@ -177,7 +177,21 @@ class PeerCore:
         else:
             logger.warning("the step loop of this engine goes on")
         self.state.hangs = hangs
-        self.prefill_half.renews = not hangs
+        self._answers_or_not()
+
+    def set_lost_address(self, lost: str) -> None:
+        """The machine of this engine does not have its address any more; empty: it has."""
+        if lost:
+            logger.error("this machine does not have the address %s of this engine any more, at which others reach it: "
+                         "it takes no jobs, and leases are not renewed, until the machine has it again", lost)
+        else:
+            logger.warning("this machine has the address of this engine again")
+        self.state.lost_address = lost
+        self._answers_or_not()
+
+    def _answers_or_not(self) -> None:
+        """Whether decode engines are to wait for the jobs that they have here."""
+        self.prefill_half.renews = not (self.state.hangs or self.state.lost_address)
         self.state_changed()
 
     def new_credit(self) -> m.Credit | None:

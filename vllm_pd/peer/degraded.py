@@ -16,6 +16,8 @@ class Cause(StrEnum):
     MISMATCH = "mismatch"  # there is one, and it does not fit
     CONTROL = "control"  # the control thread has ended
     WEIGHTS = "weights"  # its weights were replaced
+    ADDRESS = "address"  # its machine does not have its address any more
+    AGENTS = "agents"  # it is in doubt about its transfer agents, and can make no others
 
 
 class Degraded(msgspec.Struct, frozen=True):

@@ -93,6 +93,12 @@ class OperatorSession(Session):
             return Degraded(Cause.WEIGHTS, _OTHER_WEIGHTS)
         if self.state.draining:
             return None
+        if lost := self.state.lost_address:
+            return Degraded(Cause.ADDRESS, f"this machine does not have the address {lost} of this engine any more: "
+                            "give it that address again, or start the engine again at another one")
+        if problem := self.state.lost_agents:
+            return Degraded(Cause.AGENTS, "this engine is in doubt about what peers do with its memory, and can't make "
+                            f"new transfer agents: {problem[:MAX_REASON_CHARS]}")
         if not self._cluster.up:
             return Degraded(Cause.BROKER, f"the broker {self._core.broker} does not answer")
         decodes, unadded = self.state.role.decodes, self._prefill.unadded_peers()

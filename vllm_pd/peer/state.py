@@ -21,6 +21,8 @@ class EngineState:
         self.left = False
         self.paused = False
         self.hangs = False  # its step loop, see `StepWatch`
+        self.lost_address = ""  # its own, while its machine does not have it
+        self.lost_agents = ""  # why it can make no transfer agents, while it is in doubt about those that it has
         self.has_other_weights = False  # than those of its fingerprint
         self.listed_as_draining = False
         self.http = member.http
@@ -32,20 +34,27 @@ class EngineState:
     @property
     def takes_jobs(self) -> bool:
         """Whether others may send prefills here."""
-        return self.role.prefills and not self.draining and not self.paused and not self.hangs
+        return self.role.prefills and not self.draining and not self.paused and not self.is_of_no_use
+
+    @property
+    def is_of_no_use(self) -> bool:
+        """Whether nothing comes of what others want of it: its step loop hangs, or its address is gone, or the devices
+        for new transfer agents are: whatever it moves may stand still, and it can't end that."""
+        return self.hangs or bool(self.lost_address or self.lost_agents)
 
     @property
     def hands_over(self) -> bool:
-        """Whether prefills of our own may go elsewhere."""
-        return self.role.decodes and not self.left and not self.has_other_weights
+        """Whether prefills of our own may go elsewhere. Not where what comes of that could cost blocks that stay set
+        aside."""
+        return self.role.decodes and not (self.left or self.has_other_weights or self.lost_agents)
 
     def entry(self) -> m.Member:
         """The entry for the registry. A prefill engine that is paused is listed as draining until it goes on: the
-        prompts of others do not wait for it. Any other engine has clients, which may wait. One that hangs serves
-        nobody, and one that reaches none of very many decode engines can't say whom: listed as draining is any that
-        would take jobs."""
+        prompts of others do not wait for it. Any other engine has clients, which may wait. One that is of no use to
+        others, and one that reaches none of very many decode engines and can't say whom, is listed as draining where
+        it would take jobs."""
         paused = self.paused and self.role is m.Role.PREFILL
-        is_of_no_use = (self.hangs or self.is_cut_off) and self.role.prefills
+        is_of_no_use = (self.is_of_no_use or self.is_cut_off) and self.role.prefills
         return msgspec.structs.replace(self.member(), draining=self.draining or paused or is_of_no_use)
 
     def member(self) -> m.Member:

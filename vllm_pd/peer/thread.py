@@ -2,9 +2,11 @@
 """The thread that speaks for an engine. It owns the sockets and waits for the deadlines; what is sent, and why, is
 decided by the `PeerProtocol`.
 """
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Set
+from urllib.parse import urlsplit
 
 from vllm_pd.errors import ControlError
 from vllm_pd.peer.control import MessageSource
@@ -20,12 +22,14 @@ from vllm_pd.peer.sockets import ControlSockets
 from vllm_pd.peer.trials import AddressTrials
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Action, Connect, Disconnect, PostJob, StopPost, ToBroker, ToDecode, ToPrefill
+from vllm_pd.rpc.locality import is_own
 from vllm_pd.rpc.sockets import SendResult
 
 logger = logging.getLogger("vllm.pd")
 
 WARNING_S = 5.0
 LINGER_MS = 100
+ADDRESS_S = 1.0  # how often it is seen whether this machine still has the engine's address
 READS_S = 1.0  # how long the end of this engine waits for decode engines to end their reads of its blocks
 
 
@@ -56,6 +60,8 @@ class ControlThread:
         self._shown: tuple[m.Role, bool, bool] | None = None  # what the front end was last sent
         self._warned: str | None = None
         self._next_warning = 0.0
+        self._host = urlsplit(protocol.member.address).hostname or ""
+        self._next_address_look = 0.0
         self._degraded_log = DegradedLog(protocol.control.ttl_s)
         for source in (lifeline, self.liveness, self._trials):
             sockets.watch(source.fileno())
@@ -137,6 +143,7 @@ class ControlThread:
         self._lifeline.accept_waiting()
         self._report_trials()
         self._check_liveness()
+        self._check_address()
         self._warn()
         self._control.handle_timeout()
         line = self._degraded_log.line(self._clock(), self._control.last_degraded)
@@ -238,6 +245,15 @@ class ControlThread:
             self._control.peer_dead(incarnation)
         for incarnation in self.liveness.poll_probes(now, self._is_connected):
             self._control.lifeline_gone(incarnation)
+
+    def _check_address(self) -> None:
+        """See whether this machine still has the address of this engine."""
+        now = self._clock()
+        if now < self._next_address_look or not self._host:
+            return
+        self._next_address_look = now + ADDRESS_S
+        with contextlib.suppress(OSError):  # it is not known
+            self._control.address_is_here(self._host, is_own(self._host))
 
     def _is_connected(self, incarnation: str) -> bool:
         return self.sockets.is_connected(incarnation, self._control.hello, self._control.hello_reply)

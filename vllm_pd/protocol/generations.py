@@ -98,6 +98,10 @@ class Generations:
         others could not."""
         return self.current + (self.phase is Phase.RENEWING or bool(self.problem))
 
+    def why_stuck(self, halves: Sequence[Half]) -> str:
+        """Why this engine, which is in doubt, can make no new agents at present; empty where it can, or is not."""
+        return self.problem if self.phase in (Phase.STEADY, Phase.RENEWING) and _earliest(halves) < NEVER else ""
+
     def is_closing(self, generation: int) -> bool:
         """Whether that one is about to end, while there is a newer one."""
         return self.oldest <= generation < self.current

@@ -178,7 +178,9 @@ class TransferWorker:
     def _renew(self, name: str) -> GenerationMade:
         try:
             metadata = self.transport.renew(name)
-        except Exception as error:  # the engine tries again, and needs an answer for that
+        except PDError as error:  # the engine says it, and tries again
+            return GenerationMade(name, error=str(error))
+        except Exception as error:  # it needs an answer for that
             logger.exception("no new generation %s can be made", name)
             return GenerationMade(name, error=str(error) or repr(error))
         self._settle()

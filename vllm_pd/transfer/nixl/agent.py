@@ -23,7 +23,7 @@ import numpy as np
 from vllm_pd.errors import TransferError
 from vllm_pd.rpc.tcp import listening
 from vllm_pd.transfer.layout import Memory
-from vllm_pd.transfer.nixl.devices import CURE, only_devices_of
+from vllm_pd.transfer.nixl.devices import CURE, find_down, only_devices_of
 
 logger = logging.getLogger("vllm.pd")
 
@@ -69,7 +69,9 @@ class NixlAgent:
             try:
                 self._backends = [self._agent.createBackend("UCX", {})]
             except Exception as error:  # see `_call`
-                raise TransferError(f"NIXL makes no UCX with {devices}: {error}: install nixl again, {CURE}") from error
+                down = ", ".join(find_down())
+                cure = f"{down} is down, switch it on" if down else f"install nixl again, {CURE}"
+                raise TransferError(f"NIXL makes no UCX with {devices}: {error}: {cure}") from error
             self.listens = tuple(sorted(listening() - before))
         logger.info("KV over UCX: %s", devices)
 

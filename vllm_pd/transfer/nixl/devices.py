@@ -70,6 +70,13 @@ def check_variables(system: Path = SYSTEM) -> None:
         raise ConfigError(PORTS, ports, "there is no such port: write the first and the last one, like 30000-30999")
 
 
+def find_down() -> list[str]:
+    """The interfaces that UCX's variable names and that are down at present: UCX does without them, and where it has no
+    other there is no agent."""
+    known = psutil.net_if_stats()
+    return [name for name in os.environ.get(VARIABLE, "").split(",") if name in known and not known[name].isup]
+
+
 def _interface(host: str) -> tuple[str, str]:
     """The interface that has this address, and its first one of that kind, in the order of the kernel and of UCX."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
