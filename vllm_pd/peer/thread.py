@@ -252,7 +252,7 @@ class ControlThread:
         if now < self._next_address_look or not self._host:
             return
         self._next_address_look = now + ADDRESS_S
-        with contextlib.suppress(OSError):  # it is not known
+        with contextlib.suppress(OSError, ValueError):  # it is not known, or it is a name
             self._control.address_is_here(self._host, is_own(self._host))
 
     def _is_connected(self, incarnation: str) -> bool:
