@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """How long a fleet over NATS is without prefills when the worst of three servers goes, the one that leads the jobs: a
-time for each of `--rounds`, where it was killed, frozen (SIGSTOP), and cut off from everybody. From that moment until
-a decode engine has the KV of a new prompt from its prefill engine. Meanwhile it answers by itself.
+time for each of `--rounds`, where it was killed, frozen (SIGSTOP), cut off from everybody, and alone: cut off from the
+other servers, but not from the engines. From that moment until a decode engine has the KV of a new prompt from its
+prefill engine. Meanwhile it answers by itself.
 
 Servers and engines (light ones: no model) are each on a host of its own (tests/hosts): wants root.
 """

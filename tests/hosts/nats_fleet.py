@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import signal
 import subprocess
@@ -21,7 +22,7 @@ CLIENTS, ROUTES = 4222, 6222
 SEED = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER).decode()
 PUBLIC = nkeys.from_seed(bytearray(SEED.encode())).public_key.decode()
 START_S = 60.0
-FAULTS = ("killed", "frozen", "cut off")
+FAULTS = ("killed", "frozen", "cut off", "alone")
 # Prints what the servers at ARGUMENT say of the stream of jobs, null while it has no leader; without one, "ready" once
 # they have found each other.
 ASK = f"""import asyncio, json, sys
@@ -79,30 +80,36 @@ class NatsFleet(Fleet):
 
     @contextlib.contextmanager
     def without(self, rack: Rack, name: str, fault: str, engines: Iterable[HostedEngine]) -> Iterator[None]:
-        """That server is killed, frozen, or cut off from the other servers and from the engines. In the end it is
-        back."""
+        """That server is killed, frozen, cut off from the other servers and from the engines, or alone: cut off from
+        the other servers, and the engines reach it. In the end it is back."""
         host = self.servers[name]
-        if fault == "cut off":
-            others = [server for server in self.servers.values() if server is not host]
-            for other in (*others, *(engine.host for engine in engines)):
+        if fault in ("cut off", "alone"):
+            cut = [server for server in self.servers.values() if server is not host]
+            cut += [engine.host for engine in engines if fault == "cut off"]
+            for other in cut:
                 rack.cut(host, other)
-            yield
-            rack.heal()
+            end = rack.heal
         elif fault == "frozen":
             host.run("pkill", "-STOP", "nats-server")
-            yield
-            host.run("pkill", "-CONT", "nats-server")
-            self._programs[name].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
+            end = functools.partial(self._go_on, name)
         else:
             host.run("pkill", "-KILL", "nats-server")
+            end = functools.partial(self._start_server, host)
+        try:
             yield
-            self._start_server(host)
+        finally:
+            end()
+
+    def _go_on(self, name: str) -> None:
+        self.servers[name].run("pkill", "-CONT", "nats-server")
+        self._programs[name].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
 
     def holds_all(self, name: str, asked: str, timeout_s: float) -> float:
         """Wait until that server holds all jobs again, by the word of another one. Returns the seconds that took."""
         began_s = time.monotonic()
         while name not in (found := self.jobs(asked)).others and name != found.leader:
             assert time.monotonic() < began_s + timeout_s, found
+            time.sleep(0.1)
         return time.monotonic() - began_s
 
     def _start_server(self, host: Host) -> None:

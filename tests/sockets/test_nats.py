@@ -8,6 +8,8 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import random
+import socket
 import time
 from types import SimpleNamespace
 
@@ -396,7 +398,8 @@ class DeliveredJob:
     headers, reply, subject = None, "reply", "inbox.1"
 
     def __init__(self, number: int, stamp_s: float = 5000.0, deliveries: int = 1, **more: object) -> None:
-        job = m.Job(m.Attempt("d", "r", number), "tcp://127.0.0.1:1", [1, 2, 3], 0, 60.0, **more)
+        more = {"deadline_s": 60.0, **more}
+        job = m.Job(m.Attempt("d", "r", number), "tcp://127.0.0.1:1", [1, 2, 3], 0, **more)
         self.data = codec.encode("d", m.Put(job))
         self.metadata = SimpleNamespace(timestamp=datetime.datetime.fromtimestamp(stamp_s), num_delivered=deliveries)
         self.answers = []
@@ -422,6 +425,7 @@ async def taking_session(pull, report, *others):
     (2, 0.0, {}, nats_session.PAUSE_MAX_S),  # it has been to all, and the preferred one has no room
     (2, 9.0, {}, nats_session.PAUSE_MAX_S),
     (2, 11.0, {}, None),  # now it takes longer to wait than to cross the link
+    (2, 4.0, {"deadline_s": 13.0}, None),  # it would be too late after that
     (2, 0.0, {"detours": ()}, None),
     (2, 0.0, {"detours": (("p", 10.0), ("near", 10.0))}, None),
     (2, 0.0, {"prefer": "gone"}, None),
@@ -438,6 +442,44 @@ async def test_b112_a_job_waits_for_a_nearer_engine_as_long_as_the_link_takes(de
     await session._on_delivered(job)
     assert job.answers == ([] if answer is None else [answer])
     assert len(offers) == (answer is None)
+
+
+async def test_b112_a_job_that_is_put_again_has_waited_already(monkeypatch):
+    """B112: D puts what nobody claims again and again. It waits for the nearer engine no longer than once."""
+    now, frames, numbers = 100.0, [], iter(range(1, 100))
+
+    async def put_job(group, job, frame):
+        frames.append(frame)
+        return next(numbers)
+
+    monkeypatch.setattr(nats_session, "time", SimpleNamespace(monotonic=lambda: now))
+    store = SimpleNamespace(put_job=put_job, max_bytes=1 << 20)
+    session = nats_session.NatsSession(store, "d", 5.0, lambda message: None, collections.Counter(), None)
+    session._member = m.Member("d", m.Role.DECODE, "", FINGERPRINT)
+    session._directory.clock_is(now, 5000.0)
+    session._directory.heard(now, "p", m.Member("p", m.Role.PREFILL, "", FINGERPRINT), 5000.0)
+    job = m.Job(m.Attempt("d", "r", 1), "tcp://127.0.0.1:1", [1, 2, 3], 0, 60.0, detours=(("p", 5.0), ("q", 3.0)))
+    left = []
+    for _ in range(4):
+        await session.do(m.Put(job))
+        left.append(dict(codec.decode([frames[-1]])[1].job.detours))
+        now += 2.0
+    assert left == [{"p": 5.0, "q": 3.0}, {"p": 3.0, "q": 1.0}, {"p": 1.0}, {}]
+
+
+async def test_b112_who_gets_nothing_but_jobs_that_wait_pauses():
+    """B112: each hand-back brings the next one at once, over the slow link."""
+    pulls = []
+
+    async def pull(*terms):
+        pulls.append(terms)
+
+    session = await taking_session(pull, None, m.Member("near", m.Role.PREFILL, "", FINGERPRINT))
+    for number in range(1, nats_session.MOST_WAITING_IN_TURN + 1):
+        await session._on_delivered(DeliveredJob(number, deliveries=2, prefer="near", detours=(("p", 10.0), )))
+        assert len(pulls) == min(1 + number, nats_session.MOST_WAITING_IN_TURN)
+    await session._pull()
+    assert len(pulls) == nats_session.MOST_WAITING_IN_TURN
 
 
 async def test_a_pull_of_which_nothing_is_heard_is_made_again(monkeypatch):
@@ -727,13 +769,31 @@ async def test_b112_who_is_never_answered_gives_up(soon):
     assert len(asyncio.all_tasks()) == 1, "nothing is left"
 
 
-def test_b112_a_server_that_is_gone_is_tried_last():
+def test_b112_a_server_that_is_of_no_use_is_tried_last():
     servers = nats_reach.Servers(urls := [f"nats://10.0.0.{number}:4222" for number in range(1, 4)])
     assert sorted(servers.urls) == urls
     servers.left("10.0.0.2:4222", answers=False)
     assert servers.urls[-1] == urls[1]
     servers.left("10.0.0.3:4222", answers=True)
-    assert servers.urls == [urls[2], urls[0], urls[1]]
+    assert servers.urls[0] == urls[2] and servers.urls[-1] == urls[1]
+    servers.left("10.0.0.3:4222", answers=True)
+    assert servers.urls[-1] == urls[2], "it answers, and is of no use: once more was enough"
+    first, *others = servers.urls
+    servers.unreached()
+    assert servers.urls == [*others, first]
+
+
+def test_b112_an_engine_that_starts_while_a_server_stands_still_reaches_another(server, prefix, monkeypatch):
+    """B112: its kernel takes connections, and nobody says anything."""
+    monkeypatch.setattr(nats_store, "REQUEST_S", 2.0)
+    monkeypatch.setattr(random, "shuffle", lambda urls: None)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        urls = f"nats://127.0.0.1:{silent.getsockname()[1]},{server.url}"
+        d = Speaker(Settings(urls, prefix), m.Role.DECODE)
+        try:
+            d.register()
+        finally:
+            d.close()
 
 
 @pytest.mark.parametrize("back_s", [0.0, 3.0, 3.9, 4.1, 4.5, 4.9, 5.1, 1000.0])

@@ -16,6 +16,7 @@ from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.broker.nats_reach import Servers
 from vllm_pd.broker.nats_session import Command, Mailbox, NatsSession
 from vllm_pd.broker.nats_store import AWAY, Store
+from vllm_pd.broker.queued_jobs import QueuedJobs
 from vllm_pd.protocol import messages as m
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.sockets import SendResult, Waker
@@ -41,6 +42,8 @@ class NatsBackend(BrokerBackend):
         self._incarnation = incarnation
         self._address = address
         self._servers = Servers(address.urls)
+        self._generation = ""
+        self._queued = QueuedJobs()  # of this generation
         self._ttl_s = ttl_s
         self._waker = Waker()
         self._inbox: collections.deque[tuple[str, m.Message]] = collections.deque()
@@ -154,8 +157,11 @@ class NatsBackend(BrokerBackend):
         closed = self._closed
         store = await Store.open(self._address, closed.set, self._on_error, servers=self._servers)
         try:
+            if store.generation != self._generation:
+                self._generation = store.generation
+                self._queued.clear()
             session = NatsSession(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
-                              self.counters, self._note_protocol)
+                                  self.counters, self._note_protocol, self._queued)
             self.commands = Mailbox(self._loop, MAX_WAITING)
             self._problem = ""
             work = {asyncio.create_task(session.run(self.commands)), asyncio.create_task(closed.wait())}

@@ -4,6 +4,7 @@ answer may never come. A stream without a leader answers nobody, and the leader 
 what was asked before."""
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
@@ -24,36 +25,48 @@ class Servers:
     def __init__(self, urls: Iterable[str]) -> None:
         self.urls = list(urls)
         random.shuffle(self.urls)
+        self._kept = ""
+
+    def unreached(self) -> None:
+        """No connection came about. Which server it was is not known: the one that was tried first comes last."""
+        self.urls.append(self.urls.pop(0))
 
     def left(self, address: str, answers: bool) -> None:
-        """The connection to the one at `address` (HOST:PORT) is of no use any more. The next one tries it first if it
-        `answers` still, so that no other one is tried that is gone; else last."""
-        self.urls.sort(key=lambda url: url.endswith(f"/{address}"), reverse=answers)
+        """A connection to the one at `address` (HOST:PORT) is of no use any more. Where it `answers` still, it is
+        probably the others that have changed, and the next connection tries it first, once: it may be alone. Else
+        last."""
+        self._kept = address if answers and address != self._kept else ""
+        self.urls.sort(key=lambda url: url.endswith(f"/{address}"), reverse=bool(self._kept))
 
 
 async def insist(ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
-    """The first answer. Asks anew each `AGAIN_S` while none comes, so what is asked must be the same when it is done
-    twice. The earlier ones are waited for meanwhile: a server that is slow answers the first of them. After `timeout_s`
-    it raises what the last one raised, or TimeoutError; at once any error that is an answer."""
-    failures: list[Exception] = []
+    """The first answer to a request that is idempotent: it is sent anew each `AGAIN_S` while none comes. The earlier
+    ones are waited for meanwhile: a server that is slow answers the first of them. After `timeout_s` it raises what the
+    last one raised, or TimeoutError; at once any error that is an answer."""
+    failures: list[BaseException] = []
     try:
         return await asyncio.wait_for(_first_answer(ask, failures), timeout_s)
     except TimeoutError:
         raise (failures or [TimeoutError()])[-1] from None
 
 
-async def _first_answer(ask: Callable[[], Awaitable[T]], failures: list[Exception]) -> T:
+async def _first_answer(ask: Callable[[], Awaitable[T]], failures: list[BaseException]) -> T:
     asked: set[asyncio.Future[T]] = set()
+    due_s = time.monotonic()
     try:
         while True:
-            asked.add(asyncio.ensure_future(ask()))
-            done, asked = await asyncio.wait(asked, timeout=AGAIN_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if not isinstance(task.exception(), _NO_ANSWER):
-                    return task.result()
-                failures[:] = [task.exception()]
-            if done:
-                await asyncio.sleep(AGAIN_S)
+            if time.monotonic() >= due_s:
+                asked.add(asyncio.ensure_future(ask()))
+                due_s = time.monotonic() + AGAIN_S
+            if not asked:
+                await asyncio.sleep(due_s - time.monotonic())
+                continue
+            done, asked = await asyncio.wait(asked, timeout=max(0.0, due_s - time.monotonic()),
+                                             return_when=asyncio.FIRST_COMPLETED)
+            unanswered = {task for task in done if isinstance(task.exception(), _NO_ANSWER)}
+            failures.extend(task.exception() for task in unanswered)
+            for task in done - unanswered:
+                return task.result()
     finally:
         for task in asked:
             task.cancel()

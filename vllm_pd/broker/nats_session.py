@@ -3,7 +3,8 @@
 
 What the embedded broker does for all engines, each engine does here for itself: it keeps the list of members from the
 changes of the bucket, decides whether a job can be queued, and asks for jobs while it has room. A job names the prefill
-engine that its decode engine prefers; the others hand it back at once, until it has been to all of them. A job is
+engine that its decode engine prefers; the others hand it back at once, until it has been to all of them, and one across
+a slow link for as long as that link takes longer. A job is
 acknowledged when it has ended here, whatever its end. Until then the session reports to the server every `PROGRESS_S`
 that it is in progress, so the job of a P that died is given to another one. A job that is not for this engine is handed
 back after a growing pause, or terminated where no engine can want it any more.
@@ -13,7 +14,6 @@ import collections
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import msgspec
 from nats.aio.msg import Msg
@@ -29,12 +29,13 @@ from vllm_pd.broker.nats_store import (
     Full,
     Store,
     group,
-    is_refusal,
+    is_status,
     origin,
     status,
     token,
 )
 from vllm_pd.broker.preference import PrefillPreference
+from vllm_pd.broker.queued_jobs import QueuedJobs
 from vllm_pd.broker.registry import may_take, prefill_loads
 from vllm_pd.protocol import messages as m
 from vllm_pd.rpc import codec
@@ -48,17 +49,11 @@ PULL_SILENT_S = 3 * PULL_HEARTBEAT_S
 CANCEL_S = 0.02
 PAUSE_S = 0.1
 PAUSE_MAX_S = 0.5
+MOST_WAITING_IN_TURN = 4
 STRANGE_DELIVERIES = 4  # so often a job of a D that is not known, yet, is handed back
-MAX_NUMBERS = 8192
 MAX_PREFERRED_PASSES = MAX_DELIVER // 2  # so often a job is handed back because another engine is preferred
 
 Command = m.Message | frozenset[m.Attempt] | None  # a message, attempts that have ended here, or the end of the session
-
-
-class _Queued(NamedTuple):
-    """A job of this engine: its number in the stream, and what is to be computed of its prompt."""
-    number: int
-    tokens: int
 
 
 class Mailbox:
@@ -93,7 +88,7 @@ class NatsSession:
     then closes it."""
 
     def __init__(self, store: Store, incarnation: str, ttl_s: float, report: Callable[[m.Message], None],
-                 counters: m.Counters, note_protocol: Callable[[int], None]):
+                 counters: m.Counters, note_protocol: Callable[[int], None], queued: QueuedJobs | None = None):
         self._store = store
         self._incarnation = incarnation
         self._ttl_s = ttl_s
@@ -101,18 +96,21 @@ class NatsSession:
         self._counters = counters
         self._note_protocol = note_protocol
         self._directory = Directory(ttl_s)
-        self._prepared = asyncio.Event()  # the server makes queues and watches again, all of which one leader does
+        # The leader of the cluster makes queues and watches. A request for a watch is not idempotent, so the queue,
+        # whose request is, comes first.
+        self._prepared = asyncio.Event()
         self._complete = False  # whether the bucket has been read
         self._member: m.Member | None = None
         self._group = ""
         self._queue_length = 0
-        self._numbers: collections.OrderedDict[m.Attempt, _Queued] = collections.OrderedDict()
+        self._queued = QueuedJobs() if queued is None else queued
         self._taken = JobTaker()  # this engine's own room
         self._preference = PrefillPreference()
         self._inbox = ""
         self._pull_number = 0
         self._pull_until = 0.0  # one job has been requested, and may come until then; each heartbeat of it moves this
         self._held: dict[m.Attempt, Msg] = {}
+        self._waiting_in_turn = 0  # so many jobs came one after another that wait for a nearer engine
         self._next_progress = 0.0
         self._seen_at = time.monotonic()
         self._sent_at: float | None = None  # when our entry was last sent, after its earlier ones had been read
@@ -170,12 +168,12 @@ class NatsSession:
             self._group = group(member.fingerprint)
             await self._store.prepare_group(self._group)
             self._prepared.set()
-        self._queue_length, given = await self._store.waiting(self._group)
-        tokens = sum(queued.tokens for queued in self._numbers.values() if queued.number > given)
-        member = msgspec.structs.replace(member, load=msgspec.structs.replace(member.load, queued_tokens=tokens))
+        load = msgspec.structs.replace(member.load, queued_tokens=self._queued.waiting_tokens())
+        member = msgspec.structs.replace(member, load=load)
         self._member = member
         self._sent_at = time.monotonic() if self._complete else None
         await self._store.put_member(self._incarnation, codec.encode(self._incarnation, m.Register(member)))
+        self._queue_length, self._queued.given = await self._store.waiting(self._group)
         if time.monotonic() - self._seen_at >= max(self._ttl_s, 2 * TICK_S):
             raise TimeoutError("entries are stored, but their changes do not come back, or with stamps of the past")
         if not self._complete:
@@ -198,8 +196,9 @@ class NatsSession:
 
     async def _watch(self) -> None:
         """Follow the bucket while the connection lasts. Report the members once all entries have been read, and after
-        each later change. Unlike the queue of a group, a watch can't be asked for twice: so that one comes first."""
+        each later change."""
         await self._prepared.wait()
+        self._seen_at = time.monotonic()
         server_s = await self._store.now_s()
         self._directory.clock_is(time.monotonic(), server_s)
         async for change in self._store.watch_members():
@@ -244,15 +243,19 @@ class NatsSession:
         elif not fitting:
             refusal = m.PutRefusal.NO_PEER
         else:
-            preferred = self._preference.prefer(time.monotonic(), job, fitting)
-            refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred))
+            now = time.monotonic()
+            preferred = self._preference.prefer(now, job, fitting)
+            since = queued.since if (queued := self._queued.find(job.attempt)) is not None else now
+            # Put again it has waited already for a nearer engine.
+            left = tuple((name, longer_s) for name, more_s in job.detours if (longer_s := more_s - (now - since)) > 0)
+            refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred, detours=left), since)
         self._report(m.PutReply(job.attempt, refusal, self._queue_length, is_new))
 
     def _fitting(self, job: m.Job, owner: m.Member) -> list[m.Member]:
         """Everybody who may do that job of the owner's."""
         return [member for member in self._directory.members() if may_take(member, job, owner)]
 
-    async def _publish(self, job: m.Job) -> tuple[m.PutRefusal | None, bool]:
+    async def _publish(self, job: m.Job, since: float) -> tuple[m.PutRefusal | None, bool]:
         """Also returns whether the job was neither waiting nor at an engine before."""
         frame = codec.encode(self._incarnation, m.Put(job))
         if len(frame) > self._store.max_bytes:
@@ -267,20 +270,17 @@ class NatsSession:
             return m.PutRefusal.FULL, False
         if number is not None:
             self._queue_length += 1
-            self._numbers[job.attempt] = _Queued(number, job.new_tokens)
-            self._numbers.move_to_end(job.attempt)
-            if len(self._numbers) > MAX_NUMBERS:
-                self._numbers.popitem(last=False)
+            self._queued.put(job, number, since)
         return None, is_new
 
     async def _replace(self, job: m.Job, frame: bytes) -> int | None:
         """The job is queued already. It keeps its place if no engine has got it; else the one that did has not claimed
         it, and another one is to get it."""
-        queued = self._numbers.get(job.attempt)
-        self._queue_length, given = await self._store.waiting(self._group)
+        queued = self._queued.find(job.attempt)
+        self._queue_length, self._queued.given = await self._store.waiting(self._group)
         if queued is None:
             await self._store.remove_jobs_of(self._group, job.attempt)
-        elif queued.number > given:
+        elif queued.number > self._queued.given:
             return None
         else:
             await self._store.remove_job(queued.number)
@@ -290,7 +290,7 @@ class NatsSession:
         if attempt.incarnation != self._incarnation or not self._group:
             self._counters["foreign"] += 1
             return
-        queued = self._numbers.pop(attempt, None)
+        queued = self._queued.withdraw(attempt)
         if queued is None:
             await self._store.remove_jobs_of(self._group, attempt)
         else:
@@ -310,7 +310,7 @@ class NatsSession:
 
     async def _on_delivered(self, delivered: Msg) -> None:
         try:
-            if is_refusal(delivered):
+            if is_status(delivered):
                 await self._on_pull_status(delivered)
             elif delivered.reply:
                 await self._on_job(delivered)
@@ -361,8 +361,12 @@ class NatsSession:
             await self._pass_on(delivered, deliveries)
         elif self._is_for_another(job, theirs, deliveries):
             await delivered.nak()
-        elif self._waits_for_a_nearer(job, theirs, deliveries, waited_s):
+        elif self._waits_for_the_preferred(job, theirs, deliveries, waited_s):
             await delivered.nak(delay=PAUSE_MAX_S)
+            self._waiting_in_turn += 1
+            if self._waiting_in_turn >= MOST_WAITING_IN_TURN:  # they are all there is: they would come again and again
+                self._waiting_in_turn = 0
+                self._pull_until = now + PAUSE_MAX_S
         else:
             try:
                 self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._taken.offered + 1))
@@ -370,6 +374,7 @@ class NatsSession:
                 self._counters["job_passed_on"] += 1
                 await self._pass_on(delivered, deliveries)
                 return  # the next tick requests another one
+            self._waiting_in_turn = 0
             self._taken.offer(now, job, ())
             self._held[job.attempt] = delivered
         await self._pull()
@@ -383,12 +388,13 @@ class NatsSession:
         return (job.prefer not in ("", self._incarnation) and deliveries <= MAX_PREFERRED_PASSES
                 and any(member.incarnation == job.prefer for member in fitting))
 
-    def _waits_for_a_nearer(self, job: m.Job, owner: m.Member, deliveries: int, waited_s: float) -> bool:
-        """Whether a job, of which the preferred engine has got no room yet, waits for that: as long as the path from
-        here to its decode engine takes longer than that one's."""
+    def _waits_for_the_preferred(self, job: m.Job, owner: m.Member, deliveries: int, waited_s: float) -> bool:
+        """Whether a job waits for the preferred engine, which has no room yet: as long as the path from here to its
+        decode engine takes longer than that one's, if it would be done here in time after that."""
         detours = dict(job.detours)
         longer_s = detours.get(self._incarnation, 0.0) - detours.get(job.prefer, 0.0)
-        return waited_s < longer_s and self._may_prefer(job, self._fitting(job, owner), deliveries)
+        return (waited_s < longer_s < job.deadline_s - waited_s
+                and self._may_prefer(job, self._fitting(job, owner), deliveries))
 
     async def _pass_on(self, delivered: Msg, deliveries: int) -> None:
         if deliveries >= MAX_DELIVER:

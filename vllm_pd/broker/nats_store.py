@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import re
+import secrets
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -119,14 +120,14 @@ def group(fingerprint: m.Fingerprint) -> str:
     return hashlib.sha256(msgspec.msgpack.encode(stable_values(same))).hexdigest()[:24]
 
 
-def is_refusal(delivered: Msg) -> bool:
-    """Whether this is the server's status of a pull instead of a job."""
+def is_status(delivered: Msg) -> bool:
+    """Whether this is what the server says of a pull, instead of a job."""
     return bool(delivered.headers) and _STATUS in delivered.headers
 
 
-def status(refusal: Msg) -> str:
+def status(said: Msg) -> str:
     """The status of a pull, as a number."""
-    return refusal.headers[_STATUS]
+    return said.headers[_STATUS]
 
 
 def origin(delivered: Msg) -> tuple[float, int] | None:
@@ -142,11 +143,13 @@ class Store:
 
     def __init__(self, client: Client, prefix: str, servers: Servers):
         self._client = client
-        self._servers, self._server = servers, client.connected_url.netloc
+        self._servers, self._server = servers, client.connected_url.netloc if client.connected_url else ""
+        self._puts = 0
         self._js = client.jetstream(timeout=REQUEST_S)
         self._bucket_name, self._stream = f"{prefix}_members", f"{prefix}_jobs"
         self._subjects = f"{prefix}.jobs"
         self._ttl_allowed = False
+        self._name = secrets.token_hex(8)
         self.generation = ""
 
     @classmethod
@@ -170,7 +173,11 @@ class Store:
                 connect_timeout=REQUEST_S, max_reconnect_attempts=1, reconnect_time_wait=RETRY_S, ping_interval=PING_S,
                 error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
         except nats.errors.NoServersError as none:
+            servers.unreached()
             raise ConnectionError(str(faults[-1]) if faults else str(none)) from none
+        except AWAY:
+            servers.unreached()
+            raise
         store = cls(client, address.prefix, servers)
         try:
             await store._prepare(make)
@@ -269,8 +276,10 @@ class Store:
     # Members.
 
     async def put_member(self, incarnation: str, frame: bytes) -> None:
-        """Say that it is there."""
-        await self._insist(lambda: self._bucket.put(token(incarnation), frame))
+        """Say that it is there. A repeated request is stored, and sent to all that watch, once."""
+        self._puts += 1
+        subject, once = f"$KV.{self._bucket_name}.{token(incarnation)}", {"Nats-Msg-Id": f"{self._name}.{self._puts}"}
+        await self._insist(lambda: self._js.publish(subject, frame, headers=once))
 
     async def remove_member(self, incarnation: str) -> None:
         """Say that it is not."""
