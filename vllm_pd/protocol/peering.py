@@ -233,8 +233,8 @@ class Peering:
         return [Disconnect(peer.incarnation)]
 
     def lose(self, peer: Peer) -> list[Action]:
-        """It is gone. One that was a peer stays until `drop_if_leaving`, also one that is greeted again: it may read what
-        is held here."""
+        """It is gone. One that was a peer, also one that is greeted again, stays until `drop_if_leaving`: it may read
+        what is held here."""
         if peer.member is not None and peer.state is not PeerState.REFUSED:
             peer.state, peer.wanted = PeerState.LEAVING, False
             return []
