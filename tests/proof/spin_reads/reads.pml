@@ -152,7 +152,7 @@ bool in_time[HOLDS];         /* it has, whatever P makes of it */
 #define GONE 4               /* no record of it, and its blocks are another's */
 byte state[ATTEMPTS];
 byte target[ATTEMPTS];       /* generation of P that it reads in */
-byte own[ATTEMPTS];          /* generation of D; see Rule 5 */
+byte own[ATTEMPTS];          /* generation of D: see 5 */
 bool unproven[ATTEMPTS];
 bool late[ATTEMPTS];         /* its ranks have not ended it for 5 s since it was stopped */
 bool behind[ATTEMPTS];       /* its ranks are to make new agents first */
@@ -170,7 +170,6 @@ byte part[2 * ATTEMPTS];
 byte through[2 * ATTEMPTS];  /* generation of D of its agent */
 #define is_open(a, r) (part[one(a, r)] == OPEN || part[one(a, r)] == STUCK)
 #define has_ended(a, r) (part[one(a, r)] >= RIGHT)
-#define is_well(a, r) (part[one(a, r)] == RIGHT || part[one(a, r)] == WRONG)
 
 /* What was sent. A Hello says P's generation. */
 byte claims[ATTEMPTS], grants[ATTEMPTS]; /* by generation of P */
