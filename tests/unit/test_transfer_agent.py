@@ -32,7 +32,7 @@ class LibraryWithoutUcx(Library):
     """No backend can be made."""
 
     def nixlAgent(self, name: str, config: object) -> SimpleNamespace:
-        return SimpleNamespace(createBackend=self._post)
+        return SimpleNamespace(createBackend=lambda kind, options: self._post(0))
 
 
 @pytest.mark.parametrize("is_up, said", [
