@@ -85,8 +85,9 @@ def main() -> int:
         parser.error(f"this machine can have no hosts: {reason}")
     console, found = Console(width=150), []
     for number, fault in enumerate(faults, 1):
-        console.print(f"{number} of {len(faults)}: {fault}", style="dim")
         found.append(broken(fault))
+        console.print(f"{number} of {len(faults)}: {fault}: {'FAILED' if found[-1]['failed'] else 'as it must be'}",
+                      style="dim")
     if found:
         rows = [[one["fault"], *(str(one.get(name, "-")) for name in FIGURES)] for one in found]
         console.print(table(["fault", *FIGURES.values()], rows))

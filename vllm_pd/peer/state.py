@@ -38,14 +38,14 @@ class EngineState:
 
     @property
     def is_of_no_use(self) -> bool:
-        """Whether nothing comes of what others want of it: its step loop hangs, or its address is gone, or the devices
-        for new transfer agents are: whatever it moves may stand still, and it can't end that."""
+        """Whether nothing may come of what others want of it: its step loop hangs, its machine has lost its address, or
+        it can make no new transfer agents, and so can't end a transfer that stands still."""
         return self.hangs or bool(self.lost_address or self.lost_agents)
 
     @property
     def hands_over(self) -> bool:
-        """Whether prefills of our own may go elsewhere. Not where what comes of that could cost blocks that stay set
-        aside."""
+        """Whether prefills of our own may go elsewhere. Not while it can make no new transfer agents: for so long the
+        blocks that a peer may write stay set aside."""
         return self.role.decodes and not (self.left or self.has_other_weights or self.lost_agents)
 
     def entry(self) -> m.Member:
