@@ -21,20 +21,17 @@ import random
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 
 from rich.console import Console
 
-# Ours, which is no package: a dependency has one of that name, which Python would prefer.
-sys.modules["tests"] = types.ModuleType("tests")
-sys.modules["tests"].__path__ = [str(Path(__file__).resolve().parents[2] / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests
 
-from tests.hosts.chaos import Chaos  # noqa: E402
-from tests.hosts.matrix import FAULTS, Fault, judge, run  # noqa: E402
-from tests.hosts.rack import Rack, unavailable  # noqa: E402
-from vllm_pd.bench.outputs import argument_file, write_json  # noqa: E402
-from vllm_pd.bench.report import table  # noqa: E402
+from tests.hosts.chaos import Chaos
+from tests.hosts.matrix import FAULTS, Fault, judge, run
+from tests.hosts.rack import Rack, unavailable
+from vllm_pd.bench.outputs import argument_file, write_json
+from vllm_pd.bench.report import table
 
 CHAOS_LASTS_S = 3600.0
 FIGURES = {"prompts": "prompts", "remote": "by P", "wrong": "wrong", "unfinished": "unfinished", "leaked": "leaked",

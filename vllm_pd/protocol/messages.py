@@ -127,11 +127,10 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """How busy an engine is; sent to the registry with every heartbeat. Of a prefill engine: `job_tokens`, the prompt
-    tokens of the jobs that it has taken and not computed yet, without what their decode engines have cached, and
-    `tokens_per_s`, how fast it computes prompts as it has measured, 0 where it has not. One of an older release has
-    neither. Of a decode engine over NATS: `queued_tokens`, those of its jobs that no prefill engine has got yet; None
-    where it does not say."""
+    """How busy an engine is; in every heartbeat. Of a prefill engine: `job_tokens`, the prompt tokens of the jobs that
+    it has taken and not computed yet, without what their decode engines have cached, and `tokens_per_s`, how fast it
+    computes prompts as it has measured; 0: not measured, or an older release. Over NATS: `queued_tokens`, those of the
+    engine's own jobs that nobody has got yet; None: an older release."""
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
@@ -403,9 +402,8 @@ class Register(WireMessage):
 
 class Heard(WireMessage):
     """Answer to a heartbeat where the sender knows the present registry. For a decode engine also: the prompt tokens
-    that wait in the queue, of jobs for the same prefill engines, without what their decode engines have cached; None
-    where the broker does not know; and the loads of the prefill engines that fit, as they were last reported. A broker
-    of an older release sends neither."""
+    that wait in the queue, of jobs for the same prefill engines, without what their decode engines have cached; None:
+    not known; and the loads of the prefill engines that fit, as last reported. An older release sends neither."""
     broker: Name
     queue_length: Count
     queue_tokens: Count | None = None
