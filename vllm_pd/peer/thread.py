@@ -251,9 +251,13 @@ class ControlThread:
         now = self._clock()
         if now < self._next_address_look or not self._host:
             return
-        self._next_address_look = now + ADDRESS_S
+        is_first, self._next_address_look = not self._next_address_look, now + ADDRESS_S
         with contextlib.suppress(OSError, ValueError):  # it is not known, or it is a name
-            self._control.address_is_here(self._host, is_own(self._host))
+            is_here = is_own(self._host)
+            if is_first and not is_here:  # the kernel lets it listen at one that no interface has: that can't be seen
+                self._host = ""
+            else:
+                self._control.address_is_here(self._host, is_here)
 
     def _is_connected(self, incarnation: str) -> bool:
         return self.sockets.is_connected(incarnation, self._control.hello, self._control.hello_reply)
