@@ -115,9 +115,8 @@ def test_a_connection_that_sends_nothing_any_more_is_closed_in_time(monkeypatch)
         await asyncio.sleep(3600)
 
     monkeypatch.setattr(nats_store, "REQUEST_S", 0.1)
-    monkeypatch.setattr(nats_store, "PONG_S", 0.1)
-    client = SimpleNamespace(is_closed=False, close=never, flush=lambda timeout: asyncio.wait_for(never(), timeout),
-                             jetstream=lambda timeout: None, connected_url=SimpleNamespace(netloc="a:1"))
+    client = SimpleNamespace(is_closed=False, close=never, jetstream=lambda timeout: None,
+                             connected_url=SimpleNamespace(netloc="a:1"))
     servers = nats_reach.Servers(["nats://a:1", "nats://b:1"])
     asyncio.run(asyncio.wait_for(nats_store.Store(client, "x", servers).close(), 30))
     assert servers.urls == ["nats://b:1", "nats://a:1"]
@@ -772,14 +771,10 @@ async def test_b112_who_is_never_answered_gives_up(soon):
 def test_b112_a_server_that_is_of_no_use_is_tried_last():
     servers = nats_reach.Servers(urls := [f"nats://10.0.0.{number}:4222" for number in range(1, 4)])
     assert sorted(servers.urls) == urls
-    servers.left("10.0.0.2:4222", answers=False)
+    servers.connection_ended("10.0.0.2:4222")
     assert servers.urls[-1] == urls[1]
-    servers.left("10.0.0.3:4222", answers=True)
-    assert servers.urls[0] == urls[2] and servers.urls[-1] == urls[1]
-    servers.left("10.0.0.3:4222", answers=True)
-    assert servers.urls[-1] == urls[2], "it answers, and is of no use: once more was enough"
     first, *others = servers.urls
-    servers.unreached()
+    servers.connect_failed()
     assert servers.urls == [*others, first]
 
 

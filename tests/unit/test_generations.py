@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """B105-B107: an engine in doubt makes new transfer agents, and what came through the old ones has ended then."""
+
 import msgspec
 import pytest
 
@@ -27,6 +28,7 @@ from vllm_pd.protocol.generations import (
     CALM_S,
     DOUBT_S,
     LOOK_S,
+    MAX_FAILED_PAUSE_S,
     MAX_PAUSE_S,
     PAUSE_S,
     Generations,
@@ -126,7 +128,7 @@ def test_b105_a_rank_that_can_make_no_agent_is_asked_again_after_growing_pauses(
         assert ours.handle_timeout(now, [half]) == [RenewTransport("d~1")]
         ours.not_renewed(now, "no memory")
         assert ours.problem == "no memory" and ours.handle_timeout(now + 0.9 * pause_s, [half]) == []
-        now, pause_s = now + pause_s, min(2 * pause_s, MAX_PAUSE_S)
+        now, pause_s = now + pause_s, min(2 * pause_s, MAX_FAILED_PAUSE_S)
     ours.handle_timeout(now, [half])
     ours.renewed(now, b"1", [half])
     assert ours.problem == "" and half.calls == ["renewed"]
@@ -555,7 +557,7 @@ def test_b107_an_engine_that_can_make_no_new_agents_works_with_nobody_until_it_c
     far.passes(MAX_PAUSE_S)
     far.renew(far.d)
     far.passes(0.25)
-    assert far.d.state.hands_over and far.d.state.lost_agents == ""
+    assert far.d.state.hands_over and far.d.state.agents_problem == ""
 
 
 @pytest.mark.parametrize("problem", ["", "no memory"])
@@ -564,9 +566,14 @@ def test_b107_who_is_not_in_doubt_any_more_needs_no_new_agents(ours, half, probl
     half.doubt = 0.0
     ours.handle_timeout(10.0, [half])
     ours.not_renewed(10.0, problem)
-    assert ours.why_stuck([half]) == problem
+    assert ours.renewal_problem([half]) == problem
     half.doubt = NEVER
-    assert ours.why_stuck([half]) == "" and ours.problem == problem
+    assert ours.renewal_problem([half]) == "" and ours.problem == problem
+    half.doubt = 40.0  # a lease that is renewed before, or a doubt in which nothing was tried yet
+    assert ours.renewal_problem([half]) == ""
+    ours.handle_timeout(40.0, [half])
+    ours.not_renewed(40.0, problem)
+    assert ours.renewal_problem([half]) == problem
 
 
 def test_protocol_numbers_differ_from_those_of_engines_without_generations():

@@ -349,6 +349,18 @@ def test_b42_an_engine_says_why_it_has_nobody_to_work_with(protocol):
     assert cause(protocol) is None, "it is to have none"
 
 
+def test_b107_an_engine_with_clients_that_has_lost_its_peers_only_decodes(protocol):
+    """B107: a router that sees it drain would send it no prompts, which it can answer alone."""
+    listed(protocol, prefill_engine())
+    for is_here, role in ((False, m.Role.DECODE), (True, m.Role.BOTH)):
+        protocol.control.address_is_here("10.0.0.6", is_here)
+        protocol.control.handle_timeout()
+        found = transmitted(protocol)
+        members = [one.member for one in found if isinstance(one, m.Register)]
+        assert [(member.role, member.draining) for member in members] == [(role, False)]
+        assert protocol.state.hands_over is protocol.state.takes_jobs is is_here
+
+
 def test_b42_b107_an_engine_whose_machine_has_lost_its_address_says_so(protocol, caplog):
     """B42, B107: nothing comes of what others want of it. So it takes no jobs, as one that drains, and lets the leases
     of those that it has run out, until its machine has the address again."""

@@ -19,3 +19,16 @@ def test_the_jobs_of_an_engine_in_the_queue():
     assert queued.find(jobs[2].attempt) is None and queued.waiting_tokens() == MAX_JOBS, "bounded"
     queued.clear()
     assert queued.waiting_tokens() == queued.given == 0
+
+
+def test_what_was_given_is_never_less_and_another_queue_has_nothing_of_before():
+    queued = QueuedJobs()
+    queued.use("a")
+    queued.put(m.Job(m.Attempt("d", "r", 1), "", [1, 2, 3], 0, 1.0), 10, 0.0)
+    queued.heard(10)
+    queued.heard(0)
+    assert queued.given == 10 and queued.waiting_tokens() == 0
+    queued.use("a")
+    assert queued.given == 10
+    queued.use("b")
+    assert queued.given == 0 and queued.find(m.Attempt("d", "r", 1)) is None

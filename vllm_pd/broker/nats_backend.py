@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.pd")
 
 MAX_WAITING = 1000  # messages, each way
 RETRY_S = 0.1
-RETRY_MAX_S = 1.0
+RETRY_MAX_S = 0.5
 JOIN_S = 1.0
 
 

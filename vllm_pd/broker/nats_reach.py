@@ -25,18 +25,15 @@ class Servers:
     def __init__(self, urls: Iterable[str]) -> None:
         self.urls = list(urls)
         random.shuffle(self.urls)
-        self._kept = ""
 
-    def unreached(self) -> None:
-        """No connection came about. Which server it was is not known: the one that was tried first comes last."""
+    def connect_failed(self) -> None:
+        """Which server it was is not known: the one that was tried first comes last."""
         self.urls.append(self.urls.pop(0))
 
-    def left(self, address: str, answers: bool) -> None:
-        """A connection to the one at `address` (HOST:PORT) is of no use any more. Where it `answers` still, it is
-        probably the others that have changed, and the next connection tries it first, once: it may be alone. Else
-        last."""
-        self._kept = address if answers and address != self._kept else ""
-        self.urls.sort(key=lambda url: url.endswith(f"/{address}"), reverse=bool(self._kept))
+    def connection_ended(self, address: str) -> None:
+        """The one to the server at `address` (HOST:PORT) was of no use any more: that server comes last. It may answer
+        still: it may be the one that the others have lost."""
+        self.urls.sort(key=lambda url: url.endswith(f"/{address}"))
 
 
 async def insist(ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
@@ -63,10 +60,11 @@ async def _first_answer(ask: Callable[[], Awaitable[T]], failures: list[BaseExce
                 continue
             done, asked = await asyncio.wait(asked, timeout=max(0.0, due_s - time.monotonic()),
                                              return_when=asyncio.FIRST_COMPLETED)
-            unanswered = {task for task in done if isinstance(task.exception(), _NO_ANSWER)}
-            failures.extend(task.exception() for task in unanswered)
-            for task in done - unanswered:
-                return task.result()
+            errors = {task: nats.errors.TimeoutError() if task.cancelled() else task.exception() for task in done}
+            answers = [task for task, error in errors.items() if not isinstance(error, _NO_ANSWER)]
+            if answers:
+                return min(answers, key=lambda task: errors[task] is not None).result()  # if possible, no error
+            failures.extend(errors.values())
     finally:
         for task in asked:
             task.cancel()

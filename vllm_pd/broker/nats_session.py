@@ -166,6 +166,7 @@ class NatsSession:
             return
         if self._member is None or self._member.fingerprint != member.fingerprint:
             self._group = group(member.fingerprint)
+            self._queued.use(self._group)
             await self._store.prepare_group(self._group)
             self._prepared.set()
         load = msgspec.structs.replace(member.load, queued_tokens=self._queued.waiting_tokens())
@@ -173,7 +174,7 @@ class NatsSession:
         self._member = member
         self._sent_at = time.monotonic() if self._complete else None
         await self._store.put_member(self._incarnation, codec.encode(self._incarnation, m.Register(member)))
-        self._queue_length, self._queued.given = await self._store.waiting(self._group)
+        await self._count_waiting()
         if time.monotonic() - self._seen_at >= max(self._ttl_s, 2 * TICK_S):
             raise TimeoutError("entries are stored, but their changes do not come back, or with stamps of the past")
         if not self._complete:
@@ -184,6 +185,10 @@ class NatsSession:
         else:
             self._report(self._peers())
         await self._pull()
+
+    async def _count_waiting(self) -> None:
+        self._queue_length, given = await self._store.waiting(self._group)
+        self._queued.heard(given)
 
     def _queue_tokens(self) -> int | None:
         """What waits in our queue, as each decode engine that uses it said last; None where one does not say."""
@@ -246,7 +251,7 @@ class NatsSession:
             now = time.monotonic()
             preferred = self._preference.prefer(now, job, fitting)
             since = queued.since if (queued := self._queued.find(job.attempt)) is not None else now
-            # Put again it has waited already for a nearer engine.
+            # A job that is put again has already waited for a nearer engine.
             left = tuple((name, longer_s) for name, more_s in job.detours if (longer_s := more_s - (now - since)) > 0)
             refusal, is_new = await self._publish(msgspec.structs.replace(job, prefer=preferred, detours=left), since)
         self._report(m.PutReply(job.attempt, refusal, self._queue_length, is_new))
@@ -277,7 +282,7 @@ class NatsSession:
         """The job is queued already. It keeps its place if no engine has got it; else the one that did has not claimed
         it, and another one is to get it."""
         queued = self._queued.find(job.attempt)
-        self._queue_length, self._queued.given = await self._store.waiting(self._group)
+        await self._count_waiting()
         if queued is None:
             await self._store.remove_jobs_of(self._group, job.attempt)
         elif queued.number > self._queued.given:

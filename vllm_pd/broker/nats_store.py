@@ -40,7 +40,6 @@ logger = logging.getLogger("vllm.pd")
 REQUEST_S = 2.0
 RETRY_S = 0.05
 PING_S = 2
-PONG_S = 0.5
 WATCH_S = 60.0
 PULL_HEARTBEAT_S = 0.5
 MEMBER_KEPT_S = 3600.0  # longer than any engine may be silent; who is silent for how long, each engine sees by itself
@@ -173,10 +172,10 @@ class Store:
                 connect_timeout=REQUEST_S, max_reconnect_attempts=1, reconnect_time_wait=RETRY_S, ping_interval=PING_S,
                 error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
         except nats.errors.NoServersError as none:
-            servers.unreached()
+            servers.connect_failed()
             raise ConnectionError(str(faults[-1]) if faults else str(none)) from none
         except AWAY:
-            servers.unreached()
+            servers.connect_failed()
             raise
         store = cls(client, address.prefix, servers)
         try:
@@ -193,12 +192,8 @@ class Store:
 
     async def close(self) -> None:
         """Close the connection. The library first sends what waits to be sent, and a server that can't be reached takes
-        nothing, so this ends after `PONG_S` and `REQUEST_S` in any case."""
-        answers = False
-        with contextlib.suppress(*AWAY):
-            await self._client.flush(PONG_S)
-            answers = True
-        self._servers.left(self._server, answers)
+        nothing, so this ends after `REQUEST_S` in any case."""
+        self._servers.connection_ended(self._server)
         if not self._client.is_closed:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._client.close(), REQUEST_S)

@@ -21,7 +21,18 @@ class QueuedJobs:
 
     def __init__(self) -> None:
         self.given = 0
+        self._group = ""
         self._jobs: collections.OrderedDict[m.Attempt, QueuedJob] = collections.OrderedDict()
+
+    def use(self, group: str) -> None:
+        """The queue of this group is theirs. What was in another one is no concern of a new engine's."""
+        if group != self._group:
+            self.clear()
+            self._group = group
+
+    def heard(self, given: int) -> None:
+        """By the queue's word. A queue that was made anew, or is behind, knows of less than was given."""
+        self.given = max(self.given, given)
 
     def put(self, job: m.Job, number: int, since: float) -> None:
         """It has got that number."""

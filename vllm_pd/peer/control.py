@@ -258,8 +258,8 @@ class ControlSession(Session):
         ours, halves = self._core.generations, self._core.halves
         was = ours.phase
         self._do(ours.handle_timeout(now, halves))
-        if (stuck := ours.why_stuck(halves)) != self.state.lost_agents:
-            self.state.lost_agents = stuck
+        if (problem := ours.renewal_problem(halves)) != self.state.agents_problem:
+            self.state.agents_problem = problem
             self._core.state_changed()
         if was is Phase.STEADY and ours.phase is Phase.RENEWING:
             failed = f" (a transfer failed with {', '.join(sorted(ours.parted))})" if ours.parted else ""

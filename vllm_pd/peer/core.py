@@ -177,7 +177,7 @@ class PeerCore:
         else:
             logger.warning("the step loop of this engine goes on")
         self.state.hangs = hangs
-        self._answers_or_not()
+        self._update_renewals()
 
     def set_lost_address(self, lost: str) -> None:
         """The machine of this engine does not have its address any more; empty: it has."""
@@ -187,10 +187,10 @@ class PeerCore:
         else:
             logger.warning("this machine has the address of this engine again")
         self.state.lost_address = lost
-        self._answers_or_not()
+        self._update_renewals()
 
-    def _answers_or_not(self) -> None:
-        """Whether decode engines are to wait for the jobs that they have here."""
+    def _update_renewals(self) -> None:
+        """Let decode engines wait for the jobs that they have here, or not."""
         self.prefill_half.renews = not (self.state.hangs or self.state.lost_address)
         self.state_changed()
 

@@ -96,7 +96,7 @@ class OperatorSession(Session):
         if lost := self.state.lost_address:
             return Degraded(Cause.ADDRESS, f"this machine does not have the address {lost} of this engine any more: "
                             "give it that address again, or start the engine again at another one")
-        if problem := self.state.lost_agents:
+        if problem := self.state.agents_problem:
             return Degraded(Cause.AGENTS, "this engine is in doubt about what peers do with its memory, and can't make "
                             f"new transfer agents: {problem[:MAX_REASON_CHARS]}")
         if not self._cluster.up:

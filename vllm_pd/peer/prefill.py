@@ -161,4 +161,5 @@ class PrefillSession(Session):
     def _why_no_jobs(self) -> str:
         state = self.state
         return ("drains" if state.draining else "is paused" if state.paused else "hangs" if state.hangs
-                else "only decodes")
+                else "has lost its address" if state.lost_address
+                else "can make no new transfer agents" if state.agents_problem else "only decodes")

@@ -22,7 +22,7 @@ class EngineState:
         self.paused = False
         self.hangs = False  # its step loop, see `StepWatch`
         self.lost_address = ""  # its own, while its machine does not have it
-        self.lost_agents = ""  # why it can make no transfer agents, while it is in doubt about those that it has
+        self.agents_problem = ""  # why it can make no transfer agents, while it is in doubt about those that it has
         self.has_other_weights = False  # than those of its fingerprint
         self.listed_as_draining = False
         self.http = member.http
@@ -34,28 +34,31 @@ class EngineState:
     @property
     def takes_jobs(self) -> bool:
         """Whether others may send prefills here."""
-        return self.role.prefills and not self.draining and not self.paused and not self.is_of_no_use
+        return self.role.prefills and not (self.draining or self.paused or self.hangs or self.has_lost_peers)
 
     @property
-    def is_of_no_use(self) -> bool:
-        """Whether nothing may come of what others want of it: its step loop hangs, its machine has lost its address, or
-        it can make no new transfer agents, and so can't end a transfer that stands still."""
-        return self.hangs or bool(self.lost_address or self.lost_agents)
+    def has_lost_peers(self) -> bool:
+        """Whether it can do nothing with peers: its machine has lost its address, or it can make no new transfer
+        agents, and so can't end a transfer that stands still."""
+        return bool(self.lost_address or self.agents_problem)
 
     @property
     def hands_over(self) -> bool:
-        """Whether prefills of our own may go elsewhere. Not while it can make no new transfer agents: for so long the
-        blocks that a peer may write stay set aside."""
-        return self.role.decodes and not (self.left or self.has_other_weights or self.lost_agents)
+        """Whether prefills of our own may go elsewhere."""
+        return self.role.decodes and not (self.left or self.has_other_weights or self.has_lost_peers)
 
     def entry(self) -> m.Member:
         """The entry for the registry. A prefill engine that is paused is listed as draining until it goes on: the
-        prompts of others do not wait for it. Any other engine has clients, which may wait. One that is of no use to
-        others, and one that reaches none of very many decode engines and can't say whom, is listed as draining where
-        it would take jobs."""
-        paused = self.paused and self.role is m.Role.PREFILL
-        is_of_no_use = (self.is_of_no_use or self.is_cut_off) and self.role.prefills
-        return msgspec.structs.replace(self.member(), draining=self.draining or paused or is_of_no_use)
+        prompts of others do not wait for it. Any other engine has clients, which may wait. One that hangs is listed as
+        draining where it would take jobs. So is a prefill engine that has lost its peers, or reaches none of very many
+        decode engines and can't say whom; one that has clients as well only decodes meanwhile."""
+        is_lost, role = self.has_lost_peers or self.is_cut_off, self.role
+        if role is m.Role.PREFILL:
+            is_away = self.paused or self.hangs or is_lost
+        else:
+            is_away = self.hangs and role.prefills
+            role = m.Role.DECODE if is_lost else role
+        return msgspec.structs.replace(self.member(), draining=self.draining or is_away, role=role)
 
     def member(self) -> m.Member:
         """This engine at this moment."""

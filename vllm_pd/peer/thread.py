@@ -61,7 +61,7 @@ class ControlThread:
         self._warned: str | None = None
         self._next_warning = 0.0
         self._host = urlsplit(protocol.member.address).hostname or ""
-        self._next_address_look = 0.0
+        self._next_address_look, self._had_address = 0.0, False
         self._degraded_log = DegradedLog(protocol.control.ttl_s)
         for source in (lifeline, self.liveness, self._trials):
             sockets.watch(source.fileno())
@@ -158,7 +158,7 @@ class ControlThread:
 
     def _timeout_s(self) -> float:
         due = [self._control.next_timeout(), self._notices.next_look, self.liveness.next_timeout(),
-               self._trials.next_timeout()]
+               self._trials.next_timeout(), self._next_address_look if self._host else None]
         return max(0.0, min(when for when in due if when is not None) - self._clock())
 
     # What comes in.
@@ -251,12 +251,11 @@ class ControlThread:
         now = self._clock()
         if now < self._next_address_look or not self._host:
             return
-        is_first, self._next_address_look = not self._next_address_look, now + ADDRESS_S
+        self._next_address_look = now + ADDRESS_S
         with contextlib.suppress(OSError, ValueError):  # it is not known, or it is a name
             is_here = is_own(self._host)
-            if is_first and not is_here:  # the kernel lets it listen at one that no interface has: that can't be seen
-                self._host = ""
-            else:
+            self._had_address |= is_here  # else the kernel lets it listen at one that no interface has
+            if self._had_address:
                 self._control.address_is_here(self._host, is_here)
 
     def _is_connected(self, incarnation: str) -> bool:

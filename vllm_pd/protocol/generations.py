@@ -29,6 +29,7 @@ from vllm_pd.protocol.names import generation_name
 # peer or a network that gives doubt after doubt is not to keep this engine busy.
 PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
+MAX_FAILED_PAUSE_S = 5.0  # what was missing may be there again, and nothing says so
 CALM_S = 60.0
 LOOK_S = 0.5
 DOUBT_S = 5.0  # for how long a peer may leave a Cancel unanswered, and a transfer of ours may go on that was stopped
@@ -89,6 +90,7 @@ class Generations:
         self.parted: set[str] = set()
         self.problem = ""
         self._not_before = self._last_at = 0.0  # a renewal, or another try; the last renewal
+        self._failed_at = 0.0  # the last renewal that did
         self._closes_at = self._next_look = 0.0
         self._pause_s = PAUSE_S
 
@@ -98,9 +100,11 @@ class Generations:
         others could not."""
         return self.current + (self.phase is Phase.RENEWING or bool(self.problem))
 
-    def why_stuck(self, halves: Sequence[Half]) -> str:
-        """Why this engine, which is in doubt, can make no new agents at present; empty where it can, or is not."""
-        return self.problem if self.phase in (Phase.STEADY, Phase.RENEWING) and _earliest(halves) < NEVER else ""
+    def renewal_problem(self, halves: Sequence[Half]) -> str:
+        """Why this engine, which is in doubt, could make no new agents when it last tried; empty where it could, or has
+        not tried in this doubt, or is in none."""
+        is_open = self.phase in (Phase.STEADY, Phase.RENEWING) and _earliest(halves) <= self._failed_at
+        return self.problem if is_open else ""
 
     def is_closing(self, generation: int) -> bool:
         """Whether that one is about to end, while there is a newer one."""
@@ -122,8 +126,8 @@ class Generations:
     def not_renewed(self, now: float, problem: str) -> None:
         """A rank can't make another agent. It is tried again."""
         if self.phase is Phase.RENEWING:
-            self.phase, self.problem = Phase.STEADY, problem
-            self._pause(now)
+            self.phase, self.problem, self._failed_at = Phase.STEADY, problem, now
+            self._pause(now, MAX_FAILED_PAUSE_S)
 
     def retired(self, now: float, is_done: bool, halves: Sequence[Half]) -> list[Action]:
         """The ranks have destroyed all agents but the newest; or, not `is_done`, one could not: it is tried again."""
@@ -138,9 +142,9 @@ class Generations:
         self.oldest = self.current
         return [action for half in halves for action in half.retired(now)]
 
-    def _pause(self, now: float) -> None:
-        self._not_before = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+    def _pause(self, now: float, most_s: float = MAX_PAUSE_S) -> None:
+        self._not_before = now + min(self._pause_s, most_s)
+        self._pause_s = max(self._pause_s, min(2 * self._pause_s, most_s))
 
     # Time.
 
