@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Set
 
+from vllm_pd.broker import nats_store
 from vllm_pd.broker.backend import BrokerBackend
 from vllm_pd.broker.nats_reach import Servers
 from vllm_pd.broker.nats_session import Command, Mailbox, NatsSession
@@ -41,7 +42,7 @@ class NatsBackend(BrokerBackend):
         self.error: BaseException | None = None
         self._incarnation = incarnation
         self._address = address
-        self._servers = Servers(address.urls)
+        self._servers = Servers(address.urls, nats_store.REQUEST_S)
         self._generation = ""
         self._queued = QueuedJobs()  # of this generation
         self._ttl_s = ttl_s

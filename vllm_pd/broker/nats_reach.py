@@ -12,6 +12,7 @@ import nats.errors
 import nats.js.errors
 
 AGAIN_S = 0.5
+CONNECT_S = 0.5  # at first: a server that is gone may take a connection, and say nothing
 
 _NO_ANSWER = (nats.errors.TimeoutError, nats.errors.NoRespondersError, nats.js.errors.ServiceUnavailableError,
               nats.js.errors.NoStreamResponseError)
@@ -20,20 +21,25 @@ T = TypeVar("T")
 
 
 class Servers:
-    """The servers of one cluster in the order in which a new connection tries them, at first a random one."""
+    """The servers of one cluster in the order in which a new connection tries them, at first a random one, and for how
+    long it tries each: `connect_s`, `most_s` at most, and at once where there is no other."""
 
-    def __init__(self, urls: Iterable[str]) -> None:
+    def __init__(self, urls: Iterable[str], most_s: float) -> None:
         self.urls = list(urls)
+        self._most_s = most_s
+        self._first_s = self.connect_s = min(CONNECT_S, most_s) if len(self.urls) > 1 else most_s
         random.shuffle(self.urls)
 
     def connect_failed(self) -> None:
-        """Which server it was is not known: the one that was tried first comes last."""
+        """Which server it was is not known: the one that was tried first comes last. They may be slow, all of them."""
         self.urls.append(self.urls.pop(0))
+        self.connect_s = min(2 * self.connect_s, self._most_s)
 
     def connection_ended(self, address: str) -> None:
         """The one to the server at `address` (HOST:PORT) was of no use any more: that server comes last. It may answer
         still: it may be the one that the others have lost."""
         self.urls.sort(key=lambda url: url.endswith(f"/{address}"))
+        self.connect_s = self._first_s
 
 
 async def insist(ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:

@@ -165,12 +165,12 @@ class Store:
             faults.append(fault)
             on_error(fault)
 
-        servers = servers or Servers(address.urls)
+        servers = servers or Servers(address.urls, REQUEST_S)
         try:
             client = await nats.connect(
                 list(servers.urls), name="vllm-pd", dont_randomize=True, allow_reconnect=False,
-                connect_timeout=REQUEST_S, max_reconnect_attempts=1, reconnect_time_wait=RETRY_S, ping_interval=PING_S,
-                error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
+                connect_timeout=servers.connect_s, max_reconnect_attempts=1, reconnect_time_wait=RETRY_S,
+                ping_interval=PING_S, error_cb=error, closed_cb=closed, disconnected_cb=closed, **address.options())
         except nats.errors.NoServersError as none:
             servers.connect_failed()
             raise ConnectionError(str(faults[-1]) if faults else str(none)) from none
