@@ -90,7 +90,7 @@ class Generations:
         self.parted: set[str] = set()
         self.problem = ""
         self._not_before = self._last_at = 0.0  # a renewal, or another try; the last renewal
-        self._failed_at = 0.0  # the last renewal that did
+        self._failed_at = -NEVER  # the last renewal that did
         self._closes_at = self._next_look = 0.0
         self._pause_s = PAUSE_S
 

@@ -28,6 +28,7 @@ MOMENTS = frozenset({
     "due",
     # HoldReads, Generations
     "stopping_at", "cancelled_at", "next_ask", "unproven_until", "_not_before", "_closes_at", "_next_look", "_last_at",
+    "_failed_at",
 })
 DURATIONS = frozenset({"cancel_retry_s", "lease_s", "claim_s", "wait_s", "claim_wait_s", "claim_retry_s", "_pause_s",
                        "add_pause_s", "look_s"})
