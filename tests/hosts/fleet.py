@@ -219,9 +219,10 @@ class Fleet:
     def _operate(self, host: Host, *command: str, allowed: str = "0") -> list[str]:
         """The lines of a command. Raises CalledProcessError where it does not end with one of the `allowed` statuses.
         """
+        seed = self._settings.get("nats_credentials")
+        access = ["--broker", self.url, "--keys", str(self.keys), *(["--nats-credentials", str(seed)] if seed else [])]
         return host.run("sh", "-c", f'"$@" || case $? in [{allowed}]) ;; *) exit 2;; esac', "sh",
-                        "env", f"PYTHONPATH={ROOT}", *VLLM_PD, *command, "--broker", self.url, "--keys",
-                        str(self.keys)).splitlines()
+                        "env", f"PYTHONPATH={ROOT}", *VLLM_PD, *command, *access).splitlines()
 
     def engine(self, host: Host, role: str, head_size: int = SMALL_HEAD,
                environment: dict[str, str] | None = None) -> HostedEngine:
