@@ -96,6 +96,7 @@ def decode(request, servers) -> Iterator[str]:
     """The URL of a decode engine, of either kind. It holds no blocks for anybody in the end (B20), and has counted
     what was done; a peer tells of a transfer after its end."""
     url = getattr(servers, request.param)
+    await_value(url, "vllm:pd_degraded", 0, reason="peer")  # P may have stood still in the test before
     yield url
     for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:pd_parked_blocks",
                  "vllm:pd_quarantined_blocks", "vllm:gpu_cache_usage_perc"):
