@@ -17,7 +17,7 @@ def test_the_jobs_of_an_engine_in_the_queue():
     for number in range(MAX_JOBS):
         queued.put(m.Job(m.Attempt("d", "s", number), "", [1], 0, 1.0), 30 + number, 0.0)
     assert queued.find(jobs[2].attempt) is None and queued.waiting_tokens() == MAX_JOBS, "bounded"
-    queued.clear()
+    queued.use("another")
     assert queued.waiting_tokens() == queued.given == 0
 
 

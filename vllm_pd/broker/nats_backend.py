@@ -43,8 +43,7 @@ class NatsBackend(BrokerBackend):
         self._incarnation = incarnation
         self._address = address
         self._servers = Servers(address.urls, nats_store.REQUEST_S)
-        self._generation = ""
-        self._queued = QueuedJobs()  # of this generation
+        self._queued = QueuedJobs()
         self._ttl_s = ttl_s
         self._waker = Waker()
         self._inbox: collections.deque[tuple[str, m.Message]] = collections.deque()
@@ -158,9 +157,6 @@ class NatsBackend(BrokerBackend):
         closed = self._closed
         store = await Store.open(self._address, closed.set, self._on_error, servers=self._servers)
         try:
-            if store.generation != self._generation:
-                self._generation = store.generation
-                self._queued.clear()
             session = NatsSession(store, self._incarnation, self._ttl_s, lambda message: self._report(store, message),
                                   self.counters, self._note_protocol, self._queued)
             self.commands = Mailbox(self._loop, MAX_WAITING)

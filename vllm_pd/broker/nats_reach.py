@@ -21,8 +21,9 @@ T = TypeVar("T")
 
 
 class Servers:
-    """The servers of one cluster in the order in which a new connection tries them, at first a random one, and for how
-    long it tries each: `connect_s`, `most_s` at most, and at once where there is no other."""
+    """The servers of one cluster in the order in which a new connection tries them, at first a random one. It tries
+    each for `connect_s`: `CONNECT_S` at first, twice as long after each failure, `most_s` at most; a single server for
+    `most_s`."""
 
     def __init__(self, urls: Iterable[str], most_s: float) -> None:
         self.urls = list(urls)
@@ -46,31 +47,26 @@ async def insist(ask: Callable[[], Awaitable[T]], timeout_s: float) -> T:
     """The first answer to a request that is idempotent: it is sent anew each `AGAIN_S` while none comes. The earlier
     ones are waited for meanwhile: a server that is slow answers the first of them. After `timeout_s` it raises what the
     last one raised, or TimeoutError; at once any error that is an answer."""
-    failures: list[BaseException] = []
-    try:
-        return await asyncio.wait_for(_first_answer(ask, failures), timeout_s)
-    except TimeoutError:
-        raise (failures or [TimeoutError()])[-1] from None
-
-
-async def _first_answer(ask: Callable[[], Awaitable[T]], failures: list[BaseException]) -> T:
     asked: set[asyncio.Future[T]] = set()
+    failure: BaseException = TimeoutError()
     due_s = time.monotonic()
+    until_s = due_s + timeout_s
     try:
-        while True:
-            if time.monotonic() >= due_s:
+        while (now := time.monotonic()) < until_s:
+            if now >= due_s:
                 asked.add(asyncio.ensure_future(ask()))
-                due_s = time.monotonic() + AGAIN_S
+                due_s = now + AGAIN_S
+            left_s = min(due_s, until_s) - now
             if not asked:
-                await asyncio.sleep(due_s - time.monotonic())
+                await asyncio.sleep(left_s)
                 continue
-            done, asked = await asyncio.wait(asked, timeout=max(0.0, due_s - time.monotonic()),
-                                             return_when=asyncio.FIRST_COMPLETED)
+            done, asked = await asyncio.wait(asked, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             errors = {task: nats.errors.TimeoutError() if task.cancelled() else task.exception() for task in done}
             answers = [task for task, error in errors.items() if not isinstance(error, _NO_ANSWER)]
             if answers:
                 return min(answers, key=lambda task: errors[task] is not None).result()  # if possible, no error
-            failures.extend(errors.values())
+            failure = next(reversed(errors.values()), failure)
+        raise failure
     finally:
         for task in asked:
             task.cancel()

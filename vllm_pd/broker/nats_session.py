@@ -4,10 +4,10 @@
 What the embedded broker does for all engines, each engine does here for itself: it keeps the list of members from the
 changes of the bucket, decides whether a job can be queued, and asks for jobs while it has room. A job names the prefill
 engine that its decode engine prefers; the others hand it back at once, until it has been to all of them, and one across
-a slow link for as long as that link takes longer. A job is
-acknowledged when it has ended here, whatever its end. Until then the session reports to the server every `PROGRESS_S`
-that it is in progress, so the job of a P that died is given to another one. A job that is not for this engine is handed
-back after a growing pause, or terminated where no engine can want it any more.
+a slow link for as long as that link takes longer. A job is acknowledged when it has ended here, whatever its end. Until
+then the session reports to the server every `PROGRESS_S` that it is in progress, so the job of a P that died is given
+to another one. A job that is not for this engine is handed back after a growing pause, or terminated where no engine
+can want it any more.
 """
 import asyncio
 import collections
@@ -49,7 +49,7 @@ PULL_SILENT_S = 3 * PULL_HEARTBEAT_S
 CANCEL_S = 0.02
 PAUSE_S = 0.1
 PAUSE_MAX_S = 0.5
-MOST_WAITING_IN_TURN = 4
+MOST_WAITING_IN_TURN = 4  # jobs that wait for a nearer engine, before a pause
 STRANGE_DELIVERIES = 4  # so often a job of a D that is not known, yet, is handed back
 MAX_PREFERRED_PASSES = MAX_DELIVER // 2  # so often a job is handed back because another engine is preferred
 
@@ -166,7 +166,7 @@ class NatsSession:
             return
         if self._member is None or self._member.fingerprint != member.fingerprint:
             self._group = group(member.fingerprint)
-            self._queued.use(self._group)
+            self._queued.use(f"{self._store.generation} {self._group}")
             await self._store.prepare_group(self._group)
             self._prepared.set()
         load = msgspec.structs.replace(member.load, queued_tokens=self._queued.waiting_tokens())
@@ -364,14 +364,8 @@ class NatsSession:
         elif theirs is None or not self._taken.has_room() or not may_take(self._member, job, theirs):
             self._counters["job_passed_on"] += 1
             await self._pass_on(delivered, deliveries)
-        elif self._is_for_another(job, theirs, deliveries):
-            await delivered.nak()
-        elif self._waits_for_the_preferred(job, theirs, deliveries, waited_s):
-            await delivered.nak(delay=PAUSE_MAX_S)
-            self._waiting_in_turn += 1
-            if self._waiting_in_turn >= MOST_WAITING_IN_TURN:  # they are all there is: they would come again and again
-                self._waiting_in_turn = 0
-                self._pull_until = now + PAUSE_MAX_S
+        elif (pause_s := self._pause_for_another(job, theirs, deliveries, waited_s)) is not None:
+            await self._hand_back(delivered, now, pause_s)
         else:
             try:
                 self._report(m.Offer(msgspec.structs.replace(job, deadline_s=left_s), self._taken.offered + 1))
@@ -384,22 +378,31 @@ class NatsSession:
             self._held[job.attempt] = delivered
         await self._pull()
 
-    def _is_for_another(self, job: m.Job, owner: m.Member, deliveries: int) -> bool:
-        """Whether to hand a job back because its decode engine prefers an engine that is there. One that has no room
-        does not ask for jobs; so it comes here again when it has been to all the others."""
-        return deliveries < len(fitting := self._fitting(job, owner)) and self._may_prefer(job, fitting, deliveries)
-
-    def _may_prefer(self, job: m.Job, fitting: Iterable[m.Member], deliveries: int) -> bool:
-        return (job.prefer not in ("", self._incarnation) and deliveries <= MAX_PREFERRED_PASSES
-                and any(member.incarnation == job.prefer for member in fitting))
-
-    def _waits_for_the_preferred(self, job: m.Job, owner: m.Member, deliveries: int, waited_s: float) -> bool:
-        """Whether a job waits for the preferred engine, which has no room yet: as long as the path from here to its
-        decode engine takes longer than that one's, if it would be done here in time after that."""
+    def _pause_for_another(self, job: m.Job, owner: m.Member, deliveries: int, waited_s: float) -> float | None:
+        """After how many seconds a job is to be delivered again because its decode engine prefers an engine that is
+        there; None: it is done here. At once until it has been to all the others: one that has no room does not ask for
+        jobs. Then it waits for the preferred one as long as the path from here to the decode engine takes longer than
+        that one's, if it would be done here in time after that."""
+        if job.prefer in ("", self._incarnation) or deliveries > MAX_PREFERRED_PASSES:
+            return None
+        fitting = self._fitting(job, owner)
+        if not any(member.incarnation == job.prefer for member in fitting):
+            return None
+        if deliveries < len(fitting):
+            return 0.0
         detours = dict(job.detours)
         longer_s = detours.get(self._incarnation, 0.0) - detours.get(job.prefer, 0.0)
-        return (waited_s < longer_s < job.deadline_s - waited_s
-                and self._may_prefer(job, self._fitting(job, owner), deliveries))
+        return PAUSE_MAX_S if waited_s < longer_s < job.deadline_s - waited_s else None
+
+    async def _hand_back(self, delivered: Msg, now: float, pause_s: float) -> None:
+        """For another engine. Where only jobs that wait for one come, they are all there is, and would come again and
+        again: the next one is not requested at once."""
+        await delivered.nak(delay=pause_s or None)
+        if pause_s:
+            self._waiting_in_turn += 1
+            if self._waiting_in_turn >= MOST_WAITING_IN_TURN:
+                self._waiting_in_turn = 0
+                self._pull_until = now + PAUSE_MAX_S
 
     async def _pass_on(self, delivered: Msg, deliveries: int) -> None:
         if deliveries >= MAX_DELIVER:

@@ -21,14 +21,14 @@ class QueuedJobs:
 
     def __init__(self) -> None:
         self.given = 0
-        self._group = ""
+        self._queue = ""
         self._jobs: collections.OrderedDict[m.Attempt, QueuedJob] = collections.OrderedDict()
 
-    def use(self, group: str) -> None:
-        """The queue of this group is theirs. What was in another one is no concern of a new engine's."""
-        if group != self._group:
-            self.clear()
-            self._group = group
+    def use(self, queue: str) -> None:
+        """They are in the queue of this name from now on. What was in another one is forgotten."""
+        if queue != self._queue:
+            self._queue, self.given = queue, 0
+            self._jobs.clear()
 
     def heard(self, given: int) -> None:
         """By the queue's word. A queue that was made anew, or is behind, knows of less than was given."""
@@ -52,8 +52,3 @@ class QueuedJobs:
     def waiting_tokens(self) -> int:
         """Of all that no engine has got yet."""
         return sum(job.tokens for job in self._jobs.values() if job.number > self.given)
-
-    def clear(self) -> None:
-        """What was stored is gone."""
-        self._jobs.clear()
-        self.given = 0
