@@ -45,3 +45,49 @@ def counted(report: str) -> tuple[int, int]:
     states, depth = (int(re.search(pattern, report).group(1)) for pattern in (r"(\d+) states, stored",
                                                                               r"depth reached (\d+)"))
     return states, depth
+
+
+# What the models of the protocol are asked. Their pages have tables of it.
+
+
+def each_rule_holds(folder: Path, model: Path, options: str, states: int) -> None:
+    """In every order of events. `states`: how many there are; a model that has silently become smaller proves less."""
+    report = verify(folder, model, options, optimised="-O2")
+    found, depth = counted(report)
+    print(f"spin {options}: {found} states, {depth} deep")
+    assert "errors: 0" in report
+    assert found == states
+
+
+def no_path_is_a_circle(folder: Path, model: Path, options: str, states: int) -> None:
+    """So each path comes to rest. `states` as above."""
+    report = verify(folder, model, options, "-l", kind=CIRCLES, optimised="-O2")
+    found, _ = counted(report)
+    print(f"spin {options}: {found} states")
+    assert "errors: 0" in report
+    assert found == states
+
+
+def rule_is_broken(folder: Path, model: Path, options: str, rule: str) -> None:
+    """That one, by what the options break on purpose."""
+    report = verify(folder, model, options, optimised="-O0")  # most of the time goes into compiling
+    assert "errors: 1" in report
+    assert f"assertion violated {rule} " in report
+
+
+def a_path_is_a_circle(folder: Path, model: Path, options: str) -> None:
+    """By what the options break on purpose."""
+    report = verify(folder, model, options, "-l", kind=CIRCLES, optimised="-O0")
+    assert "errors: 1" in report and "non-progress cycle (" in report
+
+
+def page_has_states(page: Path, scene: str, states: int) -> None:
+    """In the row of that scene."""
+    row = next(line for line in page.read_text().splitlines() if line.startswith(f"| {scene} |"))
+    assert int(row.split("|")[2].replace(",", "")) == states
+
+
+def page_has_variant(page: Path, options: str, rule: str) -> None:
+    """The first of these options, in one row with the rule that finds it."""
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert any(f"`{options.split()[0][2:]}`" in row and f"`{rule}`" in row for row in rows)

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.promela import CIRCLES, counted, require_tools, verify
+from tests.promela import (
+    a_path_is_a_circle,
+    each_rule_holds,
+    no_path_is_a_circle,
+    page_has_states,
+    page_has_variant,
+    require_tools,
+    rule_is_broken,
+)
 
 MODEL = Path(__file__).with_name("generations.pml")
 PAGE = Path(__file__).parents[3] / "docs/protocol.md"
@@ -72,45 +80,31 @@ def tools() -> None:
 @pytest.mark.search
 @pytest.mark.parametrize("name", [*GOOD, *(pytest.param(name, marks=pytest.mark.heavy) for name in LARGE)])
 def test_b105_each_rule_holds_in_every_order_of_events(tmp_path: Path, name: str) -> None:
-    options, least = (GOOD | LARGE)[name]
-    report = verify(tmp_path, MODEL, options, optimised="-O2")
-    states, depth = counted(report)
-    print(f"spin {options}: {states} states, {depth} deep")
-    assert "errors: 0" in report
-    assert states == least
+    each_rule_holds(tmp_path, MODEL, *(GOOD | LARGE)[name])
 
 
 @pytest.mark.search
 @pytest.mark.parametrize("options", CIRCLE_FREE)
 def test_b107_no_path_is_a_circle_so_each_comes_to_rest(tmp_path: Path, options: str) -> None:
     """And what must be at rest is a rule."""
-    report = verify(tmp_path, MODEL, options, "-l", kind=CIRCLES, optimised="-O2")
-    states, _ = counted(report)
-    print(f"spin {options}: {states} states")
-    assert "errors: 0" in report
-    assert states == CIRCLE_FREE[options]
+    no_path_is_a_circle(tmp_path, MODEL, options, CIRCLE_FREE[options])
 
 
 @pytest.mark.parametrize("options", BROKEN)
 def test_b105_spin_finds_what_is_broken_on_purpose(tmp_path: Path, options: str) -> None:
-    report = verify(tmp_path, MODEL, options, optimised="-O0")  # most of the time goes into compiling
-    assert "errors: 1" in report
-    assert f"assertion violated {BROKEN[options]} " in report
+    rule_is_broken(tmp_path, MODEL, options, BROKEN[options])
 
 
 def test_b107_a_circle_is_found(tmp_path: Path) -> None:
     """A rank that never can destroy its agents is asked for ever."""
-    report = verify(tmp_path, MODEL, "-DNEVER_CAN -DRANK_ERRORS=1", "-l", kind=CIRCLES, optimised="-O0")
-    assert "errors: 1" in report and "non-progress cycle (" in report
+    a_path_is_a_circle(tmp_path, MODEL, "-DNEVER_CAN -DRANK_ERRORS=1")
 
 
 @pytest.mark.parametrize("name", GOOD | LARGE)
 def test_the_page_has_the_states_of_each_scene(name: str) -> None:
-    row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |"))
-    assert int(row.split("|")[2].replace(",", "")) == (GOOD | LARGE)[name][1]
+    page_has_states(PAGE, name, (GOOD | LARGE)[name][1])
 
 
 @pytest.mark.parametrize("options", BROKEN)
 def test_the_page_has_each_broken_variant_and_the_rule_that_finds_it(options: str) -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    assert any(f"`{options.split()[0][2:]}`" in row and f"`{BROKEN[options]}`" in row for row in rows)
+    page_has_variant(PAGE, options, BROKEN[options])
