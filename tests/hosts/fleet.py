@@ -66,7 +66,7 @@ class HostedEngine:
 
     def kill(self) -> None:
         """SIGKILL. Returns when it is gone."""
-        _kill(self._program)
+        kill(self._program)
 
     def wait_until(self, holds: Callable[[dict], object], what: str, timeout_s: float = WAIT_S,
                    error: type[AssertionError] = AssertionError) -> float:
@@ -165,9 +165,21 @@ def _program_of(entered: subprocess.Popen) -> psutil.Process:
     return program
 
 
-def _kill(entered: subprocess.Popen) -> None:
+def kill(entered: subprocess.Popen) -> None:
+    """SIGKILL to a program that `Host.start` has started. Returns when it is gone."""
     _program_of(entered).kill()
     entered.wait(WAIT_S)
+
+
+def freeze(entered: subprocess.Popen) -> None:
+    """SIGSTOP to such a program, until `thaw`."""
+    _program_of(entered).suspend()
+
+
+def thaw(entered: subprocess.Popen) -> None:
+    """It goes on."""
+    _program_of(entered).resume()
+    entered.send_signal(signal.SIGCONT)  # who waits for it has stopped as well
 
 
 class Fleet:
@@ -185,16 +197,15 @@ class Fleet:
 
     def kill_broker(self) -> None:
         """SIGKILL. Returns when it is gone."""
-        _kill(self._broker)
+        kill(self._broker)
 
     def freeze_broker(self) -> None:
         """SIGSTOP, until `thaw_broker`."""
-        _program_of(self._broker).suspend()
+        freeze(self._broker)
 
     def thaw_broker(self) -> None:
         """It goes on."""
-        _program_of(self._broker).resume()
-        self._broker.send_signal(signal.SIGCONT)  # who waits for it has stopped as well
+        thaw(self._broker)
 
     def _prepare(self, host: Host, url: str, settings: dict[str, object]) -> None:
         """Make the key; `url` is that of the broker."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import nkeys
 
 from tests.fakes.brokers import nats_server
-from tests.hosts.fleet import Fleet, HostedEngine
+from tests.hosts.fleet import Fleet, HostedEngine, freeze, kill, thaw
 from tests.hosts.rack import Host, Rack
 
 CLIENTS, ROUTES = 4222, 6222
@@ -82,7 +81,7 @@ class NatsFleet(Fleet):
     def without(self, rack: Rack, name: str, fault: str, engines: Iterable[HostedEngine]) -> Iterator[None]:
         """That server is killed, frozen, cut off from the other servers and from the engines, or alone: cut off from
         the other servers, and the engines reach it. In the end it is back."""
-        host = self.servers[name]
+        host, program = self.servers[name], self._programs[name]
         if fault in ("cut off", "alone"):
             cut = [server for server in self.servers.values() if server is not host]
             cut += [engine.host for engine in engines if fault == "cut off"]
@@ -90,19 +89,15 @@ class NatsFleet(Fleet):
                 rack.cut(host, other)
             end = rack.heal
         elif fault == "frozen":
-            host.run("pkill", "-STOP", "nats-server")
-            end = functools.partial(self._go_on, name)
+            freeze(program)
+            end = functools.partial(thaw, program)
         else:
-            host.run("pkill", "-KILL", "nats-server")
+            kill(program)
             end = functools.partial(self._start_server, host)
         try:
             yield
         finally:
             end()
-
-    def _go_on(self, name: str) -> None:
-        self.servers[name].run("pkill", "-CONT", "nats-server")
-        self._programs[name].send_signal(signal.SIGCONT)  # nsenter stops with what it has started
 
     def holds_all(self, name: str, asked: str, timeout_s: float) -> float:
         """Wait until that server holds all jobs again, by the word of another one. Returns the seconds that took."""

@@ -310,7 +310,7 @@ class Rack:
         """The cable between the switch and that host is that bad, until `heal`. It is a good one, and not cut."""
         name, *ends = _bad_wire(host)
         self._wires[host] = _Space(["nsenter", "--target", str(self._switch.pid), "--net", sys.executable,
-                                         str(_WIRE), *ends, json.dumps(dataclasses.asdict(wire))], is_forked=False)
+                                    str(_WIRE), *ends, json.dumps(dataclasses.asdict(wire))], is_forked=False)
         for command in (f"link add name {name} type bridge", f"link set dev {ends[0]} master {name}",
                         f"link set dev {ends[1]} master br0", f"link set dev {host.name} master {name}",
                         *(f"link set dev {one} up" for one in (name, *ends))):

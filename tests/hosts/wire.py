@@ -32,7 +32,7 @@ MOST_WAITING = 20_000  # frames; what comes then is lost
 class Wire:
     """How bad a cable is, in each direction. `loss`, `twice` and `late` are shares of the frames: those that are lost,
     those that arrive twice, and those that come up to `late_s` after the others, in another order. IP packets of more
-    than `max_bytes` vanish, and nobody is told."""
+    than `max_bytes` vanish, without an answer of ICMP."""
     delay_s: float = 0.0
     loss: float = 0.0
     twice: float = 0.0
