@@ -542,7 +542,7 @@ def test_b105_a_rank_that_fails_is_told_in_the_log(far, caplog):
 
 
 def test_b107_an_engine_that_can_make_no_new_agents_works_with_nobody_until_it_can(far):
-    """B107: whatever it has under way may stand still, and it can't end it. More of that would cost more blocks."""
+    """B107: whatever it has under way may hang, and it can't end it. More of that would cost more blocks."""
     far.granted()
     far.cut = True
     far.d.control.lifeline_gone("p")

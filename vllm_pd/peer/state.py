@@ -39,7 +39,7 @@ class EngineState:
     @property
     def has_lost_peers(self) -> bool:
         """Whether it can do nothing with peers: its machine has lost its address, or it can make no new transfer
-        agents, and so can't end a transfer that stands still."""
+        agents, and so can't end a transfer that hangs."""
         return bool(self.lost_address or self.agents_problem)
 
     @property
