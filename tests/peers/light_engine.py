@@ -75,7 +75,7 @@ class LightEngine:
             member = msgspec.structs.replace(member, host_id=f"{boot}/{member.incarnation}")
         config = PDConfig.parse(role, {**PATIENT, **settings})
         self.worker = TransferWorker(NixlGenerations(member.incarnation, self.memory, cache, progress_thread,
-                                                     config.transport_choice.host))
+                                                     config.transport_host))
         self.bell = threading.Event()
         self.agent = ControlAgent(config, member, self.worker.transport.metadata(), self.bell.set)
         self.work_s, self.room = work_s, room

@@ -23,6 +23,7 @@ from tests.waiting import wait_for
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.rpc.addresses import url_of
 from vllm_pd.rpc.ports import is_free
+from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
@@ -451,6 +452,15 @@ def test_a_cache_on_a_gpu_is_refused(rank):
     p = rank("p-device")
     with pytest.raises(TransferError, match="can't carry a cache in VRAM"):
         TorchTransport("gpu", p.memory, msgspec.structs.replace(p.cache, memory=Memory.VRAM), "127.0.0.1")
+
+
+def test_the_values_of_the_setting_are_the_transports():
+    for kind in TransportKind:
+        config = PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:5700", "transport": kind.value})
+        assert TransportChoice.of(config.transport, config.transport_host) == TransportChoice(kind, "127.0.0.1")
+        assert config.is_two_sided == (kind is TransportKind.TORCH)
+    with pytest.raises(ConfigError, match="write one of nixl, torch"):
+        PDConfig.parse("kv_both", {"broker": "tcp://127.0.0.1:5700", "transport": "ucx"})
 
 
 def test_b80_the_setting_is_refused_on_a_gpu():

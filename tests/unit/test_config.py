@@ -272,7 +272,7 @@ def test_addresses_are_normalised():
 def test_addresses_of_ipv6(files):
     config = PDConfig.parse("kv_consumer", {"broker": "tcp://[::1]:5700", "bind": "tcp://[0:0::1]:*"})
     assert (config.broker, config.bind) == ("tcp://[::1]:5700", "tcp://[::1]:0")
-    assert config.transport_choice.host == "::1"
+    assert config.transport_host == "::1"
     config = PDConfig.parse("kv_consumer", {**files, "broker": "tls://[FD00::8]:4222, tls://[fd00:0::9]:4222",
                                             "bind": "tcp://[::ffff:10.0.0.7]:1"})
     assert (config.broker, config.bind) == ("tls://[fd00::8]:4222,tls://[fd00::9]:4222", "tcp://10.0.0.7:1")

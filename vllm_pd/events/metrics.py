@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from vllm_pd.events.messages import EngineLoad
-from vllm_pd.handover.metrics import FamilyCollector
+from vllm_pd.metrics import FamilyCollector
 
 
 class EventFamilies(FamilyCollector):

@@ -32,11 +32,11 @@ from vllm_pd.rpc.addresses import (
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
 from vllm_pd.settings.store import StoreSettings
-from vllm_pd.transfer.choice import TransportChoice, TransportKind
 
 AUTO = "auto"  # of max_local_prefill_tokens
 START_LOCAL_PREFILL_TOKENS = 1000  # what `auto` does as long as nothing is measured
 MAX_WHOLE = 2**62 - 1  # of a whole number: more is no `vllm_pd.protocol.messages.Count`, so no engine could send it
+TWO_SIDED = "torch"  # of `transport`
 KV_ROLES = {role.value: role for role in Role}
 
 
@@ -128,9 +128,9 @@ class PDConfig:
         True, "Whether a prefill engine sends the blocks of a prompt that are computed while it computes the rest, "
         "after each step, instead of all at the end. On V1; no effect on V0.")
     transport: str = _key(
-        TransportKind.NIXL.value, "What carries the KV: `nixl`, or `torch` (gloo, on the CPU only), which needs no "
-        "library but torch, is slower, and reads no prefixes. All engines of a fleet must have the same.",
-        choices=tuple(kind.value for kind in TransportKind))
+        "nixl", "What carries the KV: `nixl`, or `torch` (gloo, on the CPU only), which needs no library but torch, is "
+        "slower, and reads no prefixes. All engines of a fleet must have the same.",
+        choices=("nixl", TWO_SIDED))
     metaservers: str | None = _key(
         None, "The URLs, with commas between them, of the metaservers to which a decode engine may post the jobs of "
         "requests that name one of them. Without it, it posts to none. On V1; V0 refuses it.")
@@ -220,7 +220,7 @@ class PDConfig:
     @property
     def is_two_sided(self) -> bool:
         """Whether this engine itself puts what it receives into its blocks."""
-        return self.transport == TransportKind.TORCH.value
+        return self.transport == TWO_SIDED
 
     @property
     def holds_prompts(self) -> bool:
@@ -233,9 +233,9 @@ class PDConfig:
         return tuple(self.metaservers.split(",")) if self.metaservers and self.role.decodes else ()
 
     @property
-    def transport_choice(self) -> TransportChoice:
-        """The transport, which listens where the control socket does."""
-        return TransportChoice(TransportKind(self.transport), hosts_of(self.bind)[0])
+    def transport_host(self) -> str:
+        """The address at which the transport listens, which is that of the control socket."""
+        return hosts_of(self.bind)[0]
 
     def _check_pairs(self) -> None:
         """Raises ConfigError for values that are valid alone and not together."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vllm_pd.handover.metrics import FamilyCollector
+from vllm_pd.metrics import FamilyCollector
 
 BLOCK_EVENTS = ("stored", "present", "busy", "memory", "file", "missing", "written", "no_room", "gone", "not_queued",
                 "error")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 
@@ -27,6 +27,11 @@ class TransportChoice(msgspec.Struct, frozen=True, array_like=True):
     """A transport, and the address at which its sockets listen."""
     kind: TransportKind = TransportKind.NIXL
     host: str = "127.0.0.1"
+
+    @classmethod
+    def of(cls, transport: str, host: str) -> Self:
+        """From a valid value of the setting."""
+        return cls(TransportKind(transport), host)
 
     def check_device(self, device_type: str) -> None:
         """Raises ConfigError if this transport does not carry a cache on devices of this type of torch."""

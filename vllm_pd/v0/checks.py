@@ -17,6 +17,7 @@ from vllm_pd.model.checks import check_bind, check_meeting, check_memory, check_
 from vllm_pd.model.fingerprint import pin_weights, short_rope_tokens
 from vllm_pd.protocol.messages import Role
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.layout import CacheDescription, check_backend, describe
 from vllm_pd.v0.fingerprint import cache_dtype
 
@@ -36,7 +37,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     check_cache_type(config)
     check_parallel(config)
     check_transport(ours, config.parallel_config.tensor_parallel_size)
-    ours.transport_choice.check_device(config.device_config.device_type)
+    TransportChoice.of(ours.transport, ours.transport_host).check_device(config.device_config.device_type)
     check_seats(ours, config.scheduler_config.max_num_seqs)
     if ours.store is not None:
         check_store(config)
@@ -46,7 +47,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     pin_weights(config)
     sample_cache(config)
     if not ours.is_two_sided:
-        check_nixl(ours.transport_choice.host)
+        check_nixl(ours.transport_host)
 
 
 def check_windows(config: VllmConfig) -> None:

@@ -26,6 +26,7 @@ from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.protocol.messages import Attempt, Load
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.device import Device
 from vllm_pd.transfer.engine import EngineTransfer
 from vllm_pd.transfer.requests import Flush, TransferRequest
@@ -58,7 +59,8 @@ class V0Handover(Handover, EngineBinding):
         self.pending_blocks = PendingBlocks(self._scheduler.block_manager)
         self._outputs = engine.scheduler_contexts[0].output_queue  # of the last step, with asynchronous processing
         self._wakeup = LoopWakeup()
-        member, metadata, transfer = attach_transfer(engine, config.role, config.transport_choice)
+        member, metadata, transfer = attach_transfer(
+            engine, config.role, TransportChoice.of(config.transport, config.transport_host))
         agent = ControlAgent(config, member, metadata, wake=self._wakeup.wake, front=settings.get("front"))
         # From now on, for the start may fail. Also when the interpreter ends with the engine alive: before modules and
         # threads are torn down.

@@ -38,6 +38,7 @@ from vllm_pd.model.offloading import check_offloading, hybrid_flag
 from vllm_pd.model.store_checks import check_shared_store
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.v1.beside import config as beside
 from vllm_pd.v1.events import check_ports
 from vllm_pd.v1.plugin import CONNECTOR
@@ -168,7 +169,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
                                 ("lifeline_port", ours.lifeline_port, not ours.lifeline_port)):
         if parallel.data_parallel_size > 1 and not is_free:
             raise ConfigError(key, value, "write port 0: each data-parallel rank listens at a port of its own")
-    ours.transport_choice.check_device(config.device_config.device_type)
+    TransportChoice.of(ours.transport, ours.transport_host).check_device(config.device_config.device_type)
     _ask_host(config, ours)
 
 
@@ -183,7 +184,7 @@ def check_host(config: VllmConfig, ours: PDConfig) -> None:
     pin_weights(config)
     pin_drafter(config)
     if not ours.is_two_sided:
-        check_nixl(ours.transport_choice.host)
+        check_nixl(ours.transport_host)
 
 
 _ask_host = check_host

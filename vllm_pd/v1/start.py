@@ -16,6 +16,7 @@ from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.protocol.scope import SALT
 from vllm_pd.rpc.ports import require_free_front
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.heap import freeze_heap
 from vllm_pd.v1.adapters import watch_adapters
 from vllm_pd.v1.binding import V1Handover
@@ -54,7 +55,8 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     if rows.state_tokens:  # then there is one stage: these are all layers
         kv_layers = sum(len(group.layer_names) for group in groups) - len(state_layers(groups))
     access = EngineAccess(engine)
-    member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes, config.transport_choice,
+    member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes,
+                                              TransportChoice.of(config.transport, config.transport_host),
                                               config.holds_prompts, rows.windows, states_name(groups))
     member = msgspec.structs.replace(member, scopes=(SALT, ))
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
