@@ -245,7 +245,7 @@ def test_b100_b27_a_job_whose_write_may_land_is_over_for_its_client(fleet):
     first.protocol.set_load(m.Load())
     wait_for(lambda: first.protocol.state.left)
     for us, them in ((first, decode), (decode, first)):
-        us.protocol.control.peer_dead(them.agent.member.incarnation)
+        us.protocol.deaths.peer_dead(them.agent.member.incarnation)
     assert decode.expect(Released).attempt == attempt
     at_rest(fleet)
 

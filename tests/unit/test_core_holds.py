@@ -416,7 +416,7 @@ def test_b102_ranks_keep_a_p_that_is_needed_otherwise():
 def test_b102_a_dead_peer_is_dropped_when_the_read_of_its_hold_has_ended():
     one = Meeting()
     one.granted()
-    one.protocol.control.peer_dead("e")
+    one.protocol.deaths.peer_dead("e")
     assert DropPeer("e") not in one.events()
     one.protocol.decode.read_ended(one.attempt, "broken")
     assert DropPeer("e") in one.events() and "e" not in one.protocol.operators.debug_state()["peers"]
@@ -545,7 +545,7 @@ def test_b43_a_draining_engine_holds_nothing_new_and_waits_for_what_it_holds(bot
 
 def test_an_attempt_ends_where_nobody_speaks_any_more(both):
     both.decode.claim_hold(ONE, HOLD, DIGEST, [1, 2, 3], 0, 60.0)
-    assert drain(both) == [ToPrefill("p", claim())] and "p" in both.control.watched_peers().busy
+    assert drain(both) == [ToPrefill("p", claim())] and "p" in both.deaths.watched_peers().busy
     both.decode.abort_all()
     assert both.poll_event() == Released(ONE)
     both.control.shut("the control thread ended")

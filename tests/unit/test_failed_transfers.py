@@ -503,7 +503,7 @@ def test_b34_d_reuses_nothing_while_a_write_that_failed_may_land(pair, failed):
     assert pair.kinds() == [Fallback]
     pair.ranks[0].agent.land()
     assert (d.bytes[[3, 4]] == 1).any() and (d.bytes[[0, 1, 2, 5, 6, 7]] == 2).all()
-    pair.d.control.peer_dead("p")
+    pair.d.deaths.peer_dead("p")
     pair.pump()
     assert pair.kinds() == [Fallback, Released] and pair.d.operators.open_attempts() == []
 
@@ -521,13 +521,13 @@ def test_b34_a_d_that_does_not_hear_of_it_falls_back_with_the_lease(pair):
 
 def test_b20_p_frees_at_once_what_it_sent_and_its_job_until_d_is_dead(pair, failed):
     assert pair.progress.finished_transfers == [failed] and not pair.jobs.has_jobs
-    assert pair.p.operators.open_attempts() == [failed] and "d" in pair.p.control.watched_peers().busy
+    assert pair.p.operators.open_attempts() == [failed] and "d" in pair.p.deaths.watched_peers().busy
     pair.p.prefill.failed(failed, "again")
     pair.p.prefill.ended(failed)
     pair.passes(5)
     assert pair.p.operators.open_attempts() == [failed] and pair.p.operators.totals()["prefill_unproven"] == 1
     assert pair.dropped == []
-    pair.p.control.peer_dead("d")
+    pair.p.deaths.peer_dead("d")
     pair.pump()
     assert pair.p.operators.open_attempts() == [] and pair.dropped == [DropPeer("d")]
 
@@ -536,7 +536,7 @@ def test_b20_of_a_d_that_is_known_to_be_dead_a_failure_is_the_end(pair):
     attempt = granted(pair)
     pair.jobs.computed(attempt, [1, 2], pair.progress)
     requests = pair.jobs.take_requests(pair.progress)
-    pair.p.control.peer_dead("d")
+    pair.p.deaths.peer_dead("d")
     pair.transfer(requests)
     assert pair.p.operators.open_attempts() == [] and pair.dropped == [DropPeer("d")]
     assert pair.progress.finished_transfers == [attempt] and not pair.jobs.has_jobs
@@ -655,14 +655,14 @@ def test_b34_p_reuses_nothing_that_a_read_which_failed_may_fill(pair, dies):
     attempt = parked(pair)
     requests = pair.jobs.take_requests(pair.progress)
     if dies == "before":
-        pair.p.control.peer_dead("d")
+        pair.p.deaths.peer_dead("d")
     pair.transfer(requests)
     if dies == "after":
         pair.passes(30)
         assert not pair.progress and not pair.jobs.has_jobs and not pair.jobs.sending and not pair.jobs.parked
         assert not pair.jobs.has_requests, "there is nothing to cancel"
         pair.ranks[0].agent.land()
-        pair.p.control.peer_dead("d")
+        pair.p.deaths.peer_dead("d")
         pair.jobs.free_unproven(pair.progress)
         pair.pump()
     assert pair.progress.finished_transfers == [attempt] and pair.dropped == [DropPeer("d")]
@@ -690,7 +690,7 @@ def test_b20_reads_that_may_fail_leave_blocks_for_others(pair):
     pair.transfer(pair.jobs.take_requests(pair.progress))
     job = list(pair.jobs._jobs)[-1]
     assert not pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 2 * MOST_READS
-    pair.p.control.peer_dead("d")
+    pair.p.deaths.peer_dead("d")
     pair.jobs.free_unproven(pair.progress)
     assert pair.jobs.wants_prefix(job, 0) and pair.jobs.unproven_blocks == 0
 
@@ -698,7 +698,7 @@ def test_b20_reads_that_may_fail_leave_blocks_for_others(pair):
 def test_b20_a_death_that_is_seen_while_the_engine_collects_frees_in_the_same_turn(pair, unread):
     """Its event is among those, and nothing would wake the engine again."""
     poll = pair.p.poll_event
-    dies = iter([lambda: pair.p.control.peer_dead("d")])
+    dies = iter([lambda: pair.p.deaths.peer_dead("d")])
     pair.p.poll_event = lambda: (next(dies, lambda: None)(), poll())[1]
     steps = Steps(pair)
     steps._collect()
@@ -749,7 +749,7 @@ def test_b34_what_may_land_is_kept_whatever_the_scheduler_raises(pair):
     with pytest.raises(ZeroDivisionError):
         pair.transfer(pair.jobs.take_requests(pair.progress))
     assert not pair.jobs.has_jobs and pair.progress.finished_transfers == []
-    pair.p.control.peer_dead("d")
+    pair.p.deaths.peer_dead("d")
     pair.jobs.free_unproven(pair.progress)
     assert pair.progress.finished_transfers == [attempt]
 
@@ -759,12 +759,12 @@ def test_b27_d_has_its_blocks_back_after_a_failed_read_of_its_prefix(pair, unrea
     """Nothing was written there. P watches D, and its ranks know it, until it is dead."""
     assert pair.kinds() == [Fallback, Released] and pair.d.operators.open_attempts() == []
     assert pair.p.operators.open_attempts() == [unread] and pair.p.operators.is_reached()
-    assert "d" in pair.p.control.watched_peers().busy
+    assert "d" in pair.p.deaths.watched_peers().busy
     if d_falls_silent:
         pair.p._core.do(pair.p._core.prefill_half.peer_lost(pair.clock.now, "d"))
     pair.passes(30)
     assert pair.dropped == [] and pair.p.operators.totals()["prefill_read_unproven"] == 1
-    pair.p.control.peer_dead("d")
+    pair.p.deaths.peer_dead("d")
     pair.pump()
     assert pair.dropped == [DropPeer("d")]
     assert pair.p.operators.open_attempts() == [] and not pair.p.operators.is_reached()
@@ -786,7 +786,7 @@ def test_b27_a_job_of_a_d_that_p_is_parted_from_goes_back_at_once(pair, request,
     assert not pair.jobs.has_jobs and pair.kinds() == [Fallback, Released]
     assert (pair.events[0].attempt, pair.events[0].reason, pair.events[0].peer) == (attempt, FallbackReason.FAILED, "p")
     assert "not begun anew" in pair.events[0].detail and pair.d._core.decode_half.parted == {"p"}
-    pair.p.control.peer_dead("d")
+    pair.p.deaths.peer_dead("d")
     reborn = m.Attempt("d2", "r", 0)
     pair.p.control.receive(MessageSource.BROKER, "b", m.Offer(m.Job(reborn, "tcp://127.0.0.1:3", TOKENS, 0, 60.0), 3))
     assert pair.p.prefill.jobs() == {reborn}, "one that has come back is another one"
@@ -812,14 +812,14 @@ def test_b27_d_takes_its_prompts_to_other_ps_than_the_one_that_it_is_parted_from
     assert pair.d.decode.view().prefill_peers == len(pair.d.decode.prefill_loads().busy) == 0
     degraded = pair.d.operators.degraded()
     assert degraded.cause is Cause.PEER and "both make new agents" in degraded.detail
-    assert "p" in pair.d.control.watched_peers().busy and not pair.d.decode.knows_holder("p")
+    assert "p" in pair.d.deaths.watched_peers().busy and not pair.d.decode.knows_holder("p")
     job = put()
     assert job.avoid == ("x", "p")
     pair.passes(pair.d.control.ttl_s + 1)
     assert [(event.attempt, event.reason) for event in pair.events if isinstance(event, Fallback)] == [
         (job.attempt, FallbackReason.PEER)], "nobody else comes"
     again = msgspec.structs.replace(P, incarnation="p2")
-    pair.d.control.peer_dead("p")
+    pair.d.deaths.peer_dead("p")
     pair.d.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [again, D], 0))
     pair.d.control.receive(MessageSource.PREFILL, "p2", m.Hello(again, b""))
     assert pair.d.decode.view().prefill_peers == 1 and pair.d.operators.degraded() is None and put().avoid == ("x",)
@@ -926,7 +926,7 @@ def test_b34_an_engine_of_both_roles_writes_nothing_to_one_that_it_could_not_rea
     assert end.attempt == attempt and end.parted and not any(isinstance(one, Prefill) for one in events(both))
     both._core.do(both._core.prefill_half.peer_lost(0.0, "o"))
     assert not any(isinstance(one, DropPeer) for one in events(both))
-    both.control.peer_dead("o")
+    both.deaths.peer_dead("o")
     assert DropPeer("o") in events(both)
 
 
@@ -956,7 +956,7 @@ def test_b34_of_a_job_that_was_lost_while_it_read_d_hears_when_the_read_has_ende
     pair.pump()
     pair.passes(3)
     assert pair.events == [] and pair.p.operators.open_attempts() == [attempt]
-    assert "d" in pair.p.control.watched_peers().busy
+    assert "d" in pair.p.deaths.watched_peers().busy
     if not fails:
         pair.ranks[0].agent.fails = TransferState.DONE
     pair.p._core.do(pair.p._core.prefill_half.peer_lost(pair.clock.now, "d"))
@@ -965,7 +965,7 @@ def test_b34_of_a_job_that_was_lost_while_it_read_d_hears_when_the_read_has_ende
     assert pair.kinds() == [Fallback, Released] and not pair.jobs.has_jobs
     assert pair.p.operators.open_attempts() == [attempt] * fails and (pair.progress.finished_transfers == []) is fails
     assert pair.dropped == [DropPeer("d")] * (not fails)
-    pair.p.control.peer_dead("d")
+    pair.p.deaths.peer_dead("d")
     pair.transfer([])
     assert pair.progress.finished_transfers == [attempt] and pair.dropped == [DropPeer("d")]
 
@@ -976,7 +976,7 @@ def test_b22_memory_that_a_failed_read_may_fill_outlives_the_engine(pair, reques
     request.getfixturevalue("unread" if side == "p" else "unheld")
     us, them = (pair.p, "d") if side == "p" else (pair.d, "p")
     if dies:
-        us.control.peer_dead(them)
+        us.deaths.peer_dead(them)
     monkeypatch.setattr(kept, "_caches", {f"{side}/0": []})
     ended = []
     close_engine(SimpleNamespace(close=lambda: None, protocol=us, member=us.member,
@@ -1055,14 +1055,14 @@ def test_b102_d_reuses_nothing_that_a_read_which_failed_may_fill(pair, reading, 
     assert len(pair.holds_ended) == 1, "what D still reads there it does not use"
     d.agent.land()
     assert (d.bytes[[3, 4]] == 1).any()
-    pair.d.control.peer_dead("p")
+    pair.d.deaths.peer_dead("p")
     pair.pump()
     assert pair.kinds()[-2:] == [Released, DropPeer] and pair.d.operators.open_attempts() == []
 
 
 def test_b102_of_a_p_that_is_known_to_be_dead_a_failed_read_is_the_end(pair, reading):
     attempt, _ = reading
-    pair.d.control.peer_dead("p")
+    pair.d.deaths.peer_dead("p")
     pair.d.decode.read_ended(attempt, "failed", may_land=True)
     pair.pump()
     assert Released in pair.kinds() and pair.d.operators.open_attempts() == []

@@ -271,7 +271,7 @@ def test_b105_a_p_that_seems_dead_loses_its_job_at_once_and_its_fence_when_d_has
     attempt, job = far.granted()
     assert job.peer == "d"
     far.cut = True
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     far.passes(0.25)
     [end] = far.take("d", Fallback)
     assert (end.attempt, end.reason) == (attempt, FallbackReason.PEER)
@@ -283,7 +283,7 @@ def test_b105_a_p_that_seems_dead_loses_its_job_at_once_and_its_fence_when_d_has
 
 def test_b106_a_p_that_seemed_dead_and_lives_is_a_peer_as_before(far, caplog):
     attempt, _ = far.granted()
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     assert far.d.decode.view().prefill_peers == 0
     far.passes(0.25)
     far.p.prefill.ended(attempt)
@@ -298,7 +298,7 @@ def test_b106_a_p_that_seemed_dead_and_lives_is_a_peer_as_before(far, caplog):
 
 def test_b106_one_that_is_not_heard_counts_again_after_a_while_if_it_is_listed(far):
     far.cut = True
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     far.passes(2.5)
     assert far.d.decode.view().prefill_peers == 0
     far.passes(1.0)
@@ -308,7 +308,7 @@ def test_b106_one_that_is_not_heard_counts_again_after_a_while_if_it_is_listed(f
 def test_b106_on_one_machine_a_refusing_lifeline_is_a_death():
     near = TwoMachines(same=True)
     attempt, _ = near.granted()
-    near.d.control.lifeline_gone("p")
+    near.d.deaths.lifeline_gone("p")
     near.pump()
     assert near.take("d", Released) == [Released(attempt)] and near.take("d", RenewTransport) == []
 
@@ -341,7 +341,7 @@ def test_b106_on_one_machine_the_two_go_on_and_the_blocks_stay_set_aside():
     assert near.take("d", Released) == [] and near.d.operators.unproven_attempts() == {attempt}
     assert near.p.operators.unproven_attempts() == {attempt}
     assert near.granted()[1].peer == "d~1"
-    near.d.control.peer_dead("p")
+    near.d.deaths.peer_dead("p")
     near.pump()
     assert Released(attempt) in near.take("d", Released)
 
@@ -390,7 +390,7 @@ def test_b105_one_that_is_not_over_after_a_lease_falls_back(far):
 
 def test_b105_a_claim_of_an_older_generation_is_not_granted(far):
     far.cut = True
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     attempt = far.d.decode.next_attempt("r")
     far.d._core.generations.parted.add("p")
     far.passes(0.25)
@@ -408,7 +408,7 @@ def test_b105_a_d_that_seems_dead_reads_nothing_more_once_p_has_destroyed_its_ag
     hold, attempt, read = far.reading()
     assert read.peer == "p"
     far.cut = True
-    far.p.control.lifeline_gone("d")
+    far.p.deaths.lifeline_gone("d")
     far.passes(0.25)
     far.renew(far.p)
     assert far.take("p", HoldEnded) == []
@@ -528,7 +528,7 @@ def test_b105_an_engine_of_both_roles_writes_where_it_has_stopped_to_read():
 def test_b105_a_rank_that_fails_is_told_in_the_log(far, caplog):
     far.granted()
     far.cut = True
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     far.passes(0.25)
     [event] = far.take("d", RenewTransport)
     far.d.transport.not_renewed("rank 1: no memory")
@@ -545,7 +545,7 @@ def test_b107_an_engine_that_can_make_no_new_agents_works_with_nobody_until_it_c
     """B107: whatever it has under way may hang, and it can't end it. More of that would cost more blocks."""
     far.granted()
     far.cut = True
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     for _ in range(3):
         far.passes(MAX_PAUSE_S)
         assert far.take("d", RenewTransport)
@@ -584,7 +584,7 @@ def test_protocol_numbers_differ_from_those_of_engines_without_generations():
 
 def test_b106_a_peer_that_was_dropped_is_not_taken_for_dead_by_a_late_answer(far):
     """The probe of its lifeline was under way. Taken for dead, it would never be heard again."""
-    far.d.control.lifeline_gone("p3")
+    far.d.deaths.lifeline_gone("p3")
     assert far.d.control.receive(MessageSource.PREFILL, "p3", m.Hello(
         m.Member("p3", m.Role.PREFILL, "tcp://127.0.0.1:3", FINGERPRINT, host_id="p3"), b""))
 
@@ -596,7 +596,7 @@ def test_b106_p_keeps_a_d_whose_prefix_it_has_failed_to_read(far):
     far.p._core.generations.parted.clear()
     far.p._core.do(far.p._core.prefill_half.peer_lost(far.now, "d"))
     far.pump()
-    assert far.take("p", DropPeer) == [] and "d" in far.p.control.watched_peers().busy
+    assert far.take("p", DropPeer) == [] and "d" in far.p.deaths.watched_peers().busy
     far.passes(0.25)
     far.renew(far.p)
     far.retire(far.p)
@@ -619,7 +619,7 @@ def test_b105_what_outlived_a_renewal_on_this_machine_does_not_delay_the_next():
 
 def test_b106_a_write_that_failed_in_a_generation_that_is_over_parts_nobody(far):
     attempt, _ = far.granted()
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     far.passes(0.25)
     far.renew(far.d)
     far.retire(far.d)
@@ -674,7 +674,7 @@ def test_b105_no_job_begins_in_a_generation_that_d_has_ended(far):
     attempt = claims_unheard(far)
     grant = next(one for one in far.sent if isinstance(one, m.Grant))
     far.lost = (m.Grant, m.Cancel, m.Deny)
-    far.d.control.lifeline_gone("p")
+    far.d.deaths.lifeline_gone("p")
     far.passes(0.25)
     far.renew(far.d)
     far.retire(far.d)
@@ -729,7 +729,7 @@ def test_b106_p_asks_on_when_it_has_met_a_d_anew_that_it_had_dropped(far):
     far.renew(far.d)
     both, far.cut, far.listed = far.listed, True, far.listed[:1]
     far.passes(3 * ASK_S)
-    assert not far.p.control.watched_peers().introduced, "P has dropped D"
+    assert not far.p.deaths.watched_peers().introduced, "P has dropped D"
     far.cut, far.listed = False, both
     far.passes(1.0)
     end_generation_unheard(far)

@@ -236,7 +236,7 @@ def test_b100_the_post_of_a_claimed_job_ends_with_its_attempt(engine, clock, end
         engine.control.handle_timeout()
         assert engine.operators.open_attempts() == [attempt]
     elif end == "dead":
-        engine.control.peer_dead("p")
+        engine.deaths.peer_dead("p")
     else:
         engine.decode.abort(attempt)
         assert about_jobs(engine) == [], "P stops, and its answer ends it"

@@ -99,15 +99,15 @@ def d():
 
 
 def test_b107_one_that_does_not_answer_is_named_to_everybody_until_it_does(p):
-    assert p.peer.control.watched_peers().introduced.keys() == {"d", "e"}
-    p.peer.control.disconnected("d")
+    assert p.peer.deaths.watched_peers().introduced.keys() == {"d", "e"}
+    p.peer.deaths.disconnected("d")
     sent = p.passes(ANSWER_S - 0.2)
     assert sum(one == ToDecode("d", p.peer.control.hello) for one in sent) == 6, "it is asked, and asked again"
     assert p.registered(sent) is None or not p.registered(sent).unreached
     entry = p.registered(p.passes(0.5))
     assert entry.unreached == ("d",) and not p.degraded(), "there is another one"
     assert "  can't reach decode engine d" in describe(p.peer.operators.status(0))
-    p.peer.control.disconnected("e")
+    p.peer.deaths.disconnected("e")
     p.passes(ANSWER_S + 0.1)
     assert "but d, e, which this one can't reach" in p.degraded()
     p.hears("d", m.HelloReply(D, b"its memory"))
@@ -117,7 +117,7 @@ def test_b107_one_that_does_not_answer_is_named_to_everybody_until_it_does(p):
 
 
 def test_b107_one_that_answers_in_time_is_not_named(p):
-    p.peer.control.disconnected("d")
+    p.peer.deaths.disconnected("d")
     p.passes(ANSWER_S - 0.1)
     p.hears("d", m.HelloReply(D, b"its memory"))
     assert all(entry is None or not entry.unreached for entry in [p.registered(p.passes(10.0))])
@@ -278,7 +278,7 @@ def test_b108_an_operator_says_that_a_host_is_gone(d):
     attempt = hand_over(d, 0)
     assert d.peer.operators.status(0).fences == {"p": 1}
     assert "  1 fenced for engine p" in describe(d.peer.operators.status(0))
-    assert d.peer.control.operator_says_gone("p") == ""
+    assert d.peer.deaths.operator_says_gone("p") == ""
     d.passes(0.1)
     events = list(iter(d.peer.poll_event, None))
     assert [type(event) for event in events if isinstance(event, Fallback | Released | RenewTransport)] == [
@@ -300,13 +300,13 @@ def test_b108_a_prefill_engine_stops_the_jobs_of_one_that_is_gone(p):
     claim = next(one.message for one in p.passes(0.0) if isinstance(one, ToDecode) and isinstance(one.message, m.Claim))
     p.hears("d", m.Grant(attempt, claim.claim, [1, 2], 0, LEASE_S))
     assert any(isinstance(event, Prefill) for event in iter(p.peer.poll_event, None))
-    assert p.peer.control.operator_says_gone("d") == ""
+    assert p.peer.deaths.operator_says_gone("d") == ""
     assert not p.peer.prefill.lease_stands(attempt)
     assert p.registered(p.passes(0.2)).unreached == ("d",)
 
 
 def test_who_has_nothing_to_do_with_it_or_sees_for_itself_says_so(p, d):
-    assert "nothing to do with it" in d.peer.control.operator_says_gone("x")
-    assert "on the machine of this engine" in p.peer.control.operator_says_gone("e")
-    p.peer.control.peer_dead("e")
-    assert p.peer.control.operator_says_gone("e") == "", "it knew already"
+    assert "nothing to do with it" in d.peer.deaths.operator_says_gone("x")
+    assert "on the machine of this engine" in p.peer.deaths.operator_says_gone("e")
+    p.peer.deaths.peer_dead("e")
+    assert p.peer.deaths.operator_says_gone("e") == "", "it knew already"

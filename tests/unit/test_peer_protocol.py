@@ -353,7 +353,7 @@ def test_b107_an_engine_with_clients_that_has_lost_its_peers_only_decodes(protoc
     """B107: a router that sees it drain would send it no prompts, which it can answer alone."""
     listed(protocol, prefill_engine())
     for is_here, role in ((False, m.Role.DECODE), (True, m.Role.BOTH)):
-        protocol.control.address_is_here("10.0.0.6", is_here)
+        protocol.deaths.address_is_here("10.0.0.6", is_here)
         protocol.control.handle_timeout()
         found = transmitted(protocol)
         members = [one.member for one in found if isinstance(one, m.Register)]
@@ -372,7 +372,7 @@ def test_b42_b107_an_engine_whose_machine_has_lost_its_address_says_so(protocol,
     assert cause(protocol) is None
     for is_here in (False, True):
         for _ in range(2):
-            protocol.control.address_is_here("10.0.0.6", is_here)
+            protocol.deaths.address_is_here("10.0.0.6", is_here)
         protocol.control.handle_timeout()
         found = transmitted(protocol)
         assert [one.jobs for one in found if isinstance(one, m.Credit)] == [3 if is_here else 0]
@@ -383,7 +383,7 @@ def test_b42_b107_an_engine_whose_machine_has_lost_its_address_says_so(protocol,
         assert caplog.text.count("of this engine again") == is_here
         if not is_here:
             assert "10.0.0.6" in protocol.operators.degraded().detail
-    protocol.control.address_is_here("10.0.0.6", False)
+    protocol.deaths.address_is_here("10.0.0.6", False)
     protocol.operators.drain()
     assert cause(protocol) is None, "it is to have nobody"
 
@@ -433,10 +433,10 @@ def test_b96_an_engine_with_other_weights_works_with_nobody(protocol, role):
 
 def test_what_a_dead_engine_said_comes_too_late(protocol):
     hello = m.Hello(prefill_engine(), b"its memory")
-    control = protocol.control
-    assert control.receive(MessageSource.PREFILL, "p", hello) and control.watched_peers().introduced.keys() == {"p"}
-    control.peer_dead("p")
-    assert not control.receive(MessageSource.PREFILL, "p", hello) and not control.watched_peers().introduced
+    control, deaths = protocol.control, protocol.deaths
+    assert control.receive(MessageSource.PREFILL, "p", hello) and deaths.watched_peers().introduced.keys() == {"p"}
+    deaths.peer_dead("p")
+    assert not control.receive(MessageSource.PREFILL, "p", hello) and not deaths.watched_peers().introduced
 
 
 def test_b42_the_log_says_each_cause_once_when_it_lasts():

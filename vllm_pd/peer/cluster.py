@@ -105,10 +105,10 @@ class ClusterView:
 
     def seems_dead(self, now: float, incarnation: str) -> bool:
         """This engine, on another machine, can't be reached. It is left out until it is heard, or for `ttl_s`: by then
-        the registry lists it no longer if it is dead. Returns whether this is news."""
-        is_news = incarnation not in self._seems_dead
+        the registry lists it no longer if it is dead. Returns whether it did not seem so before."""
+        is_new = incarnation not in self._seems_dead
         self._seems_dead[incarnation] = now
-        return is_news
+        return is_new
 
     def heard_of(self, incarnation: str) -> bool:
         """A message of this engine has come. Returns whether it seemed dead."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.peer.control import ControlSession
 from vllm_pd.peer.core import PeerCore, Session, locked
+from vllm_pd.peer.deaths import DeathSession
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.peer.operators import OperatorSession
 from vllm_pd.peer.prefill import PrefillSession
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class PeerProtocol(Session):
     """The protocol of one engine, made of sessions: `decode` has what a decode engine calls, `prefill` what a prefill
     engine calls, `transport` what an engine says of its ranks' transfer agents, `operators` what operators and the
-    front end ask, and `control` what the control thread calls. What an engine of either role calls is here."""
+    front end ask, `control` what the control thread calls, and `deaths` what it says of deaths. What an engine of
+    either role calls is here."""
 
     def __init__(self, config: "PDConfig", member: m.Member, transfer_metadata: bytes, clock: Callable[[], float]):
         core = PeerCore(config, member, transfer_metadata, clock)
@@ -36,6 +38,7 @@ class PeerProtocol(Session):
         self.transport = TransportSession(core)
         self.operators = OperatorSession(core)
         self.control = ControlSession(core, self.operators)
+        self.deaths = DeathSession(core)
 
     @locked
     def poll_event(self) -> Event | None:

@@ -45,6 +45,7 @@ class ControlThread:
         self.error: BaseException | None = None
         self._protocol = protocol
         self._control = protocol.control
+        self._deaths = protocol.deaths
         self.sockets = sockets
         self._lifeline = lifeline
         self.liveness = LivenessMonitor()
@@ -137,7 +138,7 @@ class ControlThread:
         """Wait and receive. First send what comes of it, for which others wait; then do what is due, and send that."""
         self._receive_all(self._timeout_s())
         for peer in self.sockets.take_disconnected():
-            self._control.disconnected(peer)
+            self._deaths.disconnected(peer)
         self._transmit()
         self._wake_engine()
         self._lifeline.accept_waiting()
@@ -209,7 +210,7 @@ class ControlThread:
         elif isinstance(message, m.SetRole):
             problem = self._protocol.operators.set_role(message.role)
         elif isinstance(message, m.Gone):
-            problem = self._control.operator_says_gone(message.incarnation)
+            problem = self._deaths.operator_says_gone(message.incarnation)
         elif source is MessageSource.FRONT and message.http:
             self._protocol.operators.set_http(message.http)
         prompt = message.prompt if isinstance(message, m.Status) else ""
@@ -238,13 +239,13 @@ class ControlThread:
             rank = process.lost(member) if len(member.processes) > 1 else None
             if rank is not None:  # what it was to write never will be; the others may wait for it for ever
                 raise ControlError(f"the process {rank.pid} of a rank of this engine has ended")
-            peers = self._control.watched_peers()
+            peers = self._deaths.watched_peers()
             self.liveness.watch(now, peers.introduced, peers.busy)
             gone = self.liveness.confirm_gone(now, [name for name, one in peers.known.items() if self._is_gone(one)])
         for incarnation in gone:
-            self._control.peer_dead(incarnation)
+            self._deaths.peer_dead(incarnation)
         for incarnation in self.liveness.poll_probes(now, self._is_connected):
-            self._control.lifeline_gone(incarnation)
+            self._deaths.lifeline_gone(incarnation)
 
     def _check_address(self) -> None:
         """See whether this machine still has the address of this engine."""
@@ -256,7 +257,7 @@ class ControlThread:
             is_here = is_own(self._host)
             self._had_address |= is_here  # else the kernel lets it listen at one that no interface has
             if self._had_address:
-                self._control.address_is_here(self._host, is_here)
+                self._deaths.address_is_here(self._host, is_here)
 
     def _is_connected(self, incarnation: str) -> bool:
         return self.sockets.is_connected(incarnation, self._control.hello, self._control.hello_reply)

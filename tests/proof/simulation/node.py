@@ -192,17 +192,17 @@ class Node(Process):
 
     def is_dead(self, incarnation: str) -> None:
         """That process is gone, as a fact."""
-        self.protocol.control.peer_dead(incarnation)
+        self.protocol.deaths.peer_dead(incarnation)
         self._speak()
 
     def is_unreachable(self, incarnation: str) -> None:
         """No connection to that engine is left, and its lifeline refuses."""
-        self.protocol.control.lifeline_gone(incarnation)
+        self.protocol.deaths.lifeline_gone(incarnation)
         self._speak()
 
     def disconnected(self, incarnation: str) -> None:
         """The connection to that D has ended."""
-        self.protocol.control.disconnected(incarnation)
+        self.protocol.deaths.disconnected(incarnation)
         self._speak()
 
     def is_elsewhere(self, other: "Node") -> bool:
