@@ -3,7 +3,7 @@
 import pytest
 
 from tests.fakes.simulated_engine import BLOCK_SIZE
-from tests.upstream.test_fallbacks import PROMPT, Decoder
+from tests.upstream.decoder import PROMPT, Decoder
 from tests.upstream.test_mutual_waits import Ring, tokens
 from vllm_pd.decisions import measured
 from vllm_pd.peer.own_jobs import PrefillLoads

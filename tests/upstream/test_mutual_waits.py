@@ -69,6 +69,8 @@ class Transfer:
 class Node:
     """One engine, which is its own control agent, and its own protocol with all sessions."""
     error = None
+    ROLE = "kv_both"
+    PREFIX_READS = "never"
 
     def __init__(self, ring: "Ring", name: str, fraction: float, **sizes) -> None:
         self.ring, self.name = ring, name
@@ -88,15 +90,18 @@ class Node:
         self.member = SimpleNamespace(incarnation=name, address="")
         self.state = SimpleNamespace(role=Role.BOTH, draining=False, hands_over=True,
                                      has_other_weights=False)
-        self.transfer, self.events, self.room, self.failures = Transfer(), list[Event](), 0, 0
+        self.transfer, self.events, self.room, self.failures = self.make_transfer(), list[Event](), 0, 0
         self._numbers = 0
         self.protocol = self.decode = self.prefill = self.operators = self
-        extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE, "prefix_reads": "never",
-                 "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
-        self.disagg = V0Handover(self, {"kv_role": "kv_both", "extra": extra})
+        extra = {"broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": BLOCK_SIZE,
+                 "prefix_reads": self.PREFIX_READS, "max_parked_fraction": fraction, "attempt_deadline_s": 86400}
+        self.disagg = V0Handover(self, {"kv_role": self.ROLE, "extra": extra})
         self.disagg.in_loop = True  # it is stepped, and does not sleep
         self.input = False
         self._after_schedule, self.disagg.after_schedule = self.disagg.after_schedule, self._carry
+
+    def make_transfer(self) -> Transfer:
+        return Transfer()
 
     def ask(self, request_id: str, token_ids: list[int], **more) -> None:
         """A client's request: input, after which the loop takes a step."""

@@ -2,7 +2,6 @@
 """A prefill engine's jobs, driven by hand: every way in which one ends tells the peer once and frees the blocks
 once."""
 
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -142,16 +141,6 @@ def test_life_of_a_job(jobs, agent, engine):
     assert agent.room == 2
 
 
-def test_b22_a_lease_that_is_over_posts_no_write(jobs, agent):
-    progress = Progress()
-    jobs.handle(prefill(), progress)
-    jobs.computed(ATTEMPT, [5, 6, 7], progress)
-    agent.lease_is_over = True
-    assert jobs.take_requests(progress) == []
-    assert agent.names() == ["failed"]
-    assert progress.finished_transfers == [ATTEMPT]
-
-
 def test_b27_a_failed_transfer_is_told_and_freed(jobs, agent):
     progress = Progress()
     jobs.handle(prefill(), progress)
@@ -162,17 +151,6 @@ def test_b27_a_failed_transfer_is_told_and_freed(jobs, agent):
     assert progress.finished_transfers == [ATTEMPT]
     end(jobs, transfer.Finished(write.key, True), progress)  # a second end of the same write
     assert agent.names() == ["failed"]
-
-
-@pytest.mark.parametrize("tokens", [list(range(200)), [1000] * 40, [-1] * 40], ids=["long", "beyond", "negative"])
-def test_b30_a_job_that_can_not_run_is_answered_at_once(jobs, agent, engine, tokens, caplog):
-    logging.getLogger("vllm.pd").propagate = True
-    progress = Progress()
-    jobs.handle(prefill(tokens), progress)
-    assert agent.names() == ["failed"]
-    assert engine.scheduler[0].waiting == []
-    jobs.set_credits()
-    assert agent.room == 2  # its place is free again
 
 
 def test_b30_a_job_that_the_scheduler_ignores_is_answered(jobs, agent, engine):
@@ -203,25 +181,6 @@ def test_b25_cancelled_before_the_write_is_posted(jobs, agent):
     assert agent.names() == ["ended"]
     assert progress.finished_transfers == [ATTEMPT]
     assert jobs.take_requests(Progress()) == []
-
-
-def test_b25_cancelled_while_it_sends_waits_for_the_end(jobs, agent):
-    progress = Progress()
-    jobs.handle(prefill(), progress)
-    jobs.computed(ATTEMPT, [5, 6, 7], progress)
-    write = write_of(jobs, progress)
-    jobs.handle(Cancelled(ATTEMPT), progress)
-    jobs.handle(Cancelled(ATTEMPT), progress)
-    assert agent.calls == [] and not progress  # bytes may still land
-    assert jobs.take_requests(progress) == [transfer.CancelTransfer(write.key)]
-    end(jobs, transfer.Finished(write.key, False, error="cancelled"), progress)
-    assert agent.names() == ["ended"]
-    assert progress.finished_transfers == [ATTEMPT]
-
-
-def test_b25_a_cancel_for_nothing_is_answered(jobs, agent):
-    jobs.handle(Cancelled(ATTEMPT), Progress())
-    assert agent.names() == ["ended"]
 
 
 def test_requests_of_a_step_that_was_given_up_go_with_the_next(jobs):

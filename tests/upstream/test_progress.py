@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, SimulatedEngine
-from tests.upstream.test_fallbacks import Decoder
+from tests.upstream.decoder import Decoder
 from vllm_pd.protocol.actions import Prefilled, Released
 from vllm_pd.protocol.messages import Timings
 

@@ -138,6 +138,7 @@ class FakeProtocol:
                                      has_other_weights=False)
         self.events: collections.deque = collections.deque()
         self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
+        self.asked_for: dict[Attempt, tuple] = {}  # prefill engines that are not to have it, seconds
         self.scopes: dict[Attempt, PromptScope] = {}
         self.listed_scopes: tuple[str, ...] = ()
         self.unable_peers: tuple[str, ...] = ()  # to do a job with a scope
@@ -182,6 +183,7 @@ class FakeProtocol:
                scope=NO_SCOPE):
         assert attempt not in self.jobs
         self.jobs[attempt] = ScopedTokens(token_ids, seed_of(scope.salt, scope.adapter)), block_ids, cached_blocks
+        self.asked_for[attempt] = tuple(avoid), deadline_s
         self.scopes[attempt] = scope
 
     def set_scopes(self, scopes):

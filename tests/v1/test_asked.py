@@ -42,17 +42,9 @@ def counted(engine):
     return [tuple(call) for call in engine.counted() if call[0] in ("decision", "asked")]
 
 
-def test_b103_a_short_prompt_is_handed_over_where_it_asks_for_that(engine):
-    add(engine, "a", SHORT, "remote")
-    assert engine.status("a") is PARKED
-    engine.prefilled("a")
-    end(engine)
-    assert counted(engine) == [("decision", "remote", "asked"), ("asked", "remote", "remote")]
-
-
-def test_b103_a_long_prompt_stays_where_it_asks_for_that(engine):
+def test_b103_a_prompt_that_asks_to_stay_waits_for_no_peer_that_computes_the_same(engine):
     attempt = parked(engine, "twin", tokens=6 * BLOCK_SIZE)
-    add(engine, "a", engine.prompts["twin"], "local")  # nor does it wait for a peer that computes the same
+    add(engine, "a", engine.prompts["twin"], "local")
     assert "a" in engine.ended and engine.status("twin") is PARKED
     assert counted(engine)[1:] == [("decision", "local", "asked"), ("asked", "local", "local")]
     engine.prefilled("twin")
@@ -128,46 +120,12 @@ def test_b2_less_than_a_block_stays_here_and_is_decided_about_once(model_folder,
         ("decision", "local", "threshold"), ("decision", "local", "asked"), ("decision", "local", "threshold")]
 
 
-def test_b2_a_whole_block_goes_to_a_peer(model_folder, in_flight):
-    engine = Engine(model_folder, in_flight, threshold=0)
-    add(engine, "a", prompt(BLOCK_SIZE), "auto")
-    assert engine.status("a") is PARKED
-    engine.prefilled("a")
-    end(engine)
-    assert counted(engine) == [("decision", "remote", "length")]
-
-
-@pytest.mark.parametrize("spoil, reason", [("no peer", "peer"), ("role", "role"), ("short", "threshold"),
-                                           ("cached", "threshold"), ("lora", "feature")])
-def test_b103_what_can_t_be_handed_over_is_computed_here_and_counted(engine, spoil, reason):
-    tokens, before = SHORT, 0
-    if spoil == "no peer":
-        engine.protocol.peers = 0
-    elif spoil == "role":
-        engine.protocol.state.hands_over = False
-    elif spoil == "short":
-        tokens = SHORT[:BLOCK_SIZE - 1]
-    elif spoil == "cached":
-        add(engine, "first", SHORT, "local")
-        before = 2
-    else:
-        engine.binding.remote_prefills._can_go_remote = lambda request: False
-    add(engine, "a", tokens, "remote")
+def test_b103_a_feature_that_keeps_it_here_is_counted(engine):
+    engine.binding.remote_prefills._can_go_remote = lambda request: False
+    add(engine, "a", SHORT, "remote")
     end(engine)
     assert not engine.protocol.jobs
-    assert counted(engine)[before:] == [("decision", "local", reason), ("asked", "remote", "local")]
-
-
-@pytest.mark.parametrize("place", ["fast", "x" * 10**6, None, 7, [["remote"]], {"remote": {}}])
-def test_b103_a_place_that_does_not_exist_is_counted_and_changes_nothing(engine, place):
-    add(engine, "short", SHORT, place)
-    assert "short" in engine.ended
-    add(engine, "long", LONG, place)
-    assert engine.status("long") is PARKED
-    assert counted(engine) == [("decision", "local", "threshold"), ("asked", "other", "local"),
-                               ("decision", "remote", "length"), ("asked", "other", "remote")]
-    engine.prefilled("long")
-    end(engine)
+    assert counted(engine) == [("decision", "local", "feature"), ("asked", "remote", "local")]
 
 
 def test_b103_a_pure_prefill_engine_counts_who_asks_for_a_peer(model_folder, in_flight):

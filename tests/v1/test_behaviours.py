@@ -10,7 +10,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.request import Request
 
-from tests.v1.simulated import BLOCK_SIZE, Engine
+from tests.v1.simulated import Engine
 from tests.v1.test_engine_access import Loop, park
 from tests.v1.test_hazards import PARKED, end, parked, prompt
 from vllm_pd.handover.progress import ArrivalNotice
@@ -25,42 +25,6 @@ from vllm_pd.v1.features import can_go_remote
 @pytest.fixture
 def engine(model_folder, in_flight):
     return Engine(model_folder, in_flight)
-
-
-def test_b4_a_prompt_that_is_cached_here_makes_no_job(engine):
-    one = prompt(5 * BLOCK_SIZE + 1)
-    engine.add("a", one)
-    engine.run()
-    engine.prefilled("a")
-    engine.run()
-    engine.add("b", one)
-    end(engine)
-    assert len(engine.protocol.jobs) == 1 and engine.cached["b"] == 5 * BLOCK_SIZE
-
-
-@pytest.mark.parametrize("ends", ["aborted", "lost"])
-def test_b10_blocks_that_were_never_written_are_no_prefix_hit(engine, ends):
-    attempt = parked(engine, tokens=100)
-    engine.write(attempt, 40)  # the peer had begun
-    engine.protocol.peers = 0
-    if ends == "aborted":
-        engine.abort("a")
-    else:
-        engine.lost(attempt)
-    engine.add("b", engine.prompts["a"])
-    engine.run()
-    assert "b" in engine.ended and (ends == "lost" or engine.cached["b"] == 0)
-    engine.tell(Released(attempt))
-    end(engine)
-
-
-def test_b27_a_write_that_fails_is_reported_and_its_blocks_are_free(model_folder, in_flight):
-    engine = Engine(model_folder, in_flight, role="kv_producer")
-    attempt = engine.job(prompt(100))
-    engine.run()
-    engine.transfer.end(engine.sent(attempt).key, False, "ERR")
-    assert engine.protocol.calls == [("failed", attempt)]
-    end(engine)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\x00", os.urandom(64), b"x" * 100_000, b"\xc0"], ids=len)
@@ -99,17 +63,6 @@ def test_b32_resumed_requests_begin_first_in_first_out_before_new_prompts(model_
     assert began[:4] == list("abcd")
     engine.check_answers()
     engine.check_at_rest()
-
-
-def test_b43_an_engine_that_has_left_parks_nothing_new(engine):
-    attempt = parked(engine, "a")
-    engine.protocol.state.hands_over = False
-    engine.add("b", prompt(100))
-    engine.run()
-    assert "b" in engine.ended and engine.status("a") is PARKED
-    engine.prefilled("a")
-    end(engine)
-    assert list(engine.protocol.jobs) == [attempt]
 
 
 def request(**fields) -> Request:

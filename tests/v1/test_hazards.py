@@ -65,18 +65,6 @@ def test_b93_hazard_1_a_fallback_computes_in_fresh_blocks_while_the_peer_writes_
     end(engine)
 
 
-def test_b93_a_second_attempt_goes_to_another_peer_in_fresh_blocks(engine):
-    first = parked(engine)
-    engine.lost(first)
-    engine.run()
-    second = engine.attempt("a")
-    assert second != first and not set(engine.grant(first)) & set(engine.grant(second))
-    engine.write(first)
-    engine.prefilled("a")
-    engine.tell(Released(first))
-    end(engine)
-
-
 def test_b20_hazard_2_a_fence_comes_down_once(engine):
     attempt = parked(engine)
     engine.protocol.peers = 0

@@ -26,25 +26,6 @@ def end(engine: Engine) -> None:
     engine.check_at_rest()
 
 
-@pytest.mark.parametrize("tokens, cached", [(1, 0), (BLOCK_SIZE, 0), (BLOCK_SIZE + 1, 1), (100, 0), (300, 3)])
-def test_b1_a_job_is_computed_and_its_blocks_stay_until_they_are_sent(engine, tokens, cached):
-    one = prompt(tokens)
-    engine.binding.prefill_jobs.prefix_cost.wanted = PrefixReads.NEVER
-    attempt = engine.job(one, cached)
-    engine.run()
-    write = engine.sent(attempt)
-    assert [block for one in engine.writes(attempt) for block in one.remote_block_ids] == list(
-        range(100 + cached, 100 - (-tokens // BLOCK_SIZE)))
-    engine.check_sent(attempt, one)
-    for number in range(5):  # others come and go meanwhile
-        engine.add(f"c{number}", prompt(200))
-        engine.run()
-        engine.check_sent(attempt, one)
-    engine.transfer.end(write.key)
-    assert ("sent", attempt) in engine.protocol.calls
-    end(engine)
-
-
 @pytest.mark.parametrize("tokens", [100, 300])
 def test_b1_the_last_write_is_posted_with_the_output_of_its_last_step_and_reported_without_another(engine, tokens):
     """Not before, while the KV is not written, though steps are scheduled ahead; and not later."""
@@ -149,51 +130,6 @@ def test_b98_a_job_has_its_requests_priority(engine, priority):
     end(engine)
 
 
-def test_b5_a_job_uses_and_fills_the_prefix_cache(engine):
-    one = prompt(6 * BLOCK_SIZE + 1)
-    first = engine.job(one)
-    engine.run()
-    engine.transfer.end(engine.sent(first).key)
-    engine.run()
-    before = engine.tokens_computed
-    second = engine.job(one, number=1)
-    engine.run()
-    assert engine.tokens_computed == before + 1
-    engine.check_sent(second, one)
-    engine.transfer.end(engine.sent(second).key)
-    end(engine)
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_b5_the_beginning_is_read_from_the_peer_that_has_it(engine, ok):
-    one = prompt(100)
-    attempt = engine.job(one, cached_blocks=4)
-    engine.run()
-    read = engine.transfer.requests[-1]
-    assert isinstance(read, Read) and read.remote_block_ids == [100, 101, 102, 103]
-    assert not engine.scheduler.has_requests(), "it sleeps meanwhile"
-    engine.fill(one, ok)
-    engine.run()
-    assert engine.tokens_computed == (100 - 4 * BLOCK_SIZE if ok else 100)
-    engine.check_sent(attempt, one)
-    engine.transfer.end(engine.sent(attempt).key)
-    end(engine)
-
-
-def test_b25_a_job_cancelled_while_it_reads_keeps_its_blocks_until_the_read_has_ended(engine):
-    one = prompt(100)
-    attempt = engine.job(one, cached_blocks=4)
-    engine.run()
-    read = engine.transfer.requests[-1]
-    engine.tell(Cancelled(attempt))
-    engine.run()
-    assert CancelTransfer(read.key) in engine.transfer.requests and len(engine.binding.fence) == 1
-    assert not engine.scheduler.requests
-    engine.fill(one, False)
-    assert ("ended", attempt) in engine.protocol.calls
-    end(engine)
-
-
 def quarantined_blocks(engine):
     """As the gauge says."""
     engine.binding._metrics_due = 0.0
@@ -241,48 +177,6 @@ def test_b20_jobs_of_a_peer_that_is_stopped_take_no_place_of_others(engine):
     assert ("sent", other) in engine.protocol.calls
     for one in stopped:
         engine.transfer.end(engine.sent(one).key, False)
-    end(engine)
-
-
-@pytest.mark.parametrize("turns", [0, 1, 2, 3])
-def test_b25_a_job_cancelled_while_it_is_computed(engine, turns):
-    attempt = engine.job(prompt(600))
-    for _ in range(turns):
-        engine.turn()
-    engine.tell(Cancelled(attempt))
-    engine.run()
-    assert engine.protocol.calls == [("ended", attempt)]
-    end(engine)
-
-
-def test_b25_a_job_cancelled_while_it_is_sent(engine):
-    attempt = engine.job(prompt(100))
-    engine.run()
-    write = engine.sent(attempt)
-    engine.tell(Cancelled(attempt))
-    engine.run()
-    assert CancelTransfer(write.key) in engine.transfer.requests and len(engine.binding.fence) == 1
-    engine.transfer.end(write.key, False)
-    assert engine.protocol.calls[-1] == ("ended", attempt)
-    end(engine)
-
-
-def test_b22_a_lease_that_is_over_before_the_write(engine):
-    most = engine.protocol.credits
-    attempt = engine.job(prompt(100))
-    engine.protocol.lease = False
-    engine.run()
-    assert engine.protocol.calls == [("failed", attempt)]
-    assert engine.protocol.credits == most, "the engine rests, and takes as many jobs as before"
-    assert not any(isinstance(one, Write) for one in engine.transfer.requests)
-    end(engine)
-
-
-@pytest.mark.parametrize("bad", [[5, 99999], list(range(900)) * 2, [3, -1]], ids=["vocabulary", "length", "negative"])
-def test_b30_what_can_not_run_here_fails_at_once(engine, bad):
-    attempt = engine.job(bad)
-    engine.run()
-    assert engine.protocol.calls == [("failed", attempt)]
     end(engine)
 
 
@@ -412,17 +306,6 @@ def test_b96_all_requests_are_aborted_as_a_pause_does(engine, turns, cached):
         engine.transfer.end(one.key, False)
     engine.run()
     assert ("failed", attempt) in engine.protocol.calls
-    end(engine)
-
-
-def test_credits_follow_the_jobs(engine):
-    most = engine.protocol.credits
-    attempt = engine.job(prompt(100))
-    engine.run()
-    assert engine.protocol.credits == most - 1
-    engine.transfer.end(engine.sent(attempt).key)
-    engine.run()
-    assert engine.protocol.credits == most
     end(engine)
 
 
