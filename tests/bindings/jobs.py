@@ -40,8 +40,9 @@ class PrefillEngine(Protocol):
     def end_write(self, attempt: Attempt, error: str = "") -> None:
         """The last write ends, without an error well."""
 
-    def end_read(self, tokens: list[int], ok: bool = True) -> None:
-        """The read of a prompt's beginning ends: it has come, or garbage."""
+    def end_read(self, tokens: list[int], has_come: bool = True, ok: bool | None = None) -> None:
+        """The read of a prompt's beginning ends: it has come, or garbage. `ok`: what the transport says of it, None: as
+        it is."""
 
     def is_reading(self) -> bool:
         """Whether a read was posted that has not ended."""
@@ -140,7 +141,8 @@ def test_b22_what_was_read_after_the_lease_is_not_used(engine):
     attempt = engine.job(tokens, cached_blocks=4)
     engine.run()
     engine.end_lease()
-    engine.end_read(tokens, False)  # the peer has reused the blocks meanwhile
+    engine.end_read(tokens, has_come=False, ok=True)  # the peer has reused the blocks meanwhile
+    engine.add("c", tokens)  # finds no hit in them
     engine.run()
     assert engine.said() == [("failed", attempt)]
     engine.end()

@@ -111,14 +111,15 @@ class V0Jobs:
         self._ended.add(write.key)
         self.node.transfer.end(Finished(write.key, not error, bytes=1, seconds=0.01, error=error))
 
-    def end_read(self, tokens, ok=True):
+    def end_read(self, tokens, has_come=True, ok=None):
+        ok = has_come if ok is None else ok
         [read] = self._reads()
         self._ended.add(read.key)
         first = read.remote_block_ids[0] - THEIRS
         for index, block in enumerate(read.local_block_ids):
             for offset in range(BLOCK_SIZE):
                 self.node.sim.slots[block, offset] = (
-                    past(tokens, (first + index) * BLOCK_SIZE + offset) if ok else -1)
+                    past(tokens, (first + index) * BLOCK_SIZE + offset) if has_come else -1)
         self.node.transfer.end(Finished(read.key, ok, bytes=1, seconds=0.01, error="" if ok else "ERR"))
 
     def is_reading(self):

@@ -560,14 +560,15 @@ class Engine:
             if self.slots.get(slot) != found[position]:
                 raise WrongRead(f"position {position} is sent from {slot}, which holds something else")
 
-    def fill(self, prompt: list[int], ok: bool = True, read: Read | None = None) -> Read:
-        """End the read, or the last one that was posted: the peer's KV lands in our blocks, or garbage."""
+    def fill(self, prompt: list[int], ok: bool = True, read: Read | None = None, said: bool | None = None) -> Read:
+        """End the read, or the last one that was posted: the peer's KV lands in our blocks, or garbage. `said`: what
+        the transport says of it, where that is something else."""
         read = read or [one for one in self.transfer.requests if isinstance(one, Read)][-1]
         found, first = contents(prompt), read.remote_block_ids[0] - 100
         for index, block in enumerate(read.local_block_ids):
             for offset in range(self.block_size):
                 self.slots[block, offset] = found[(first + index) * self.block_size + offset] if ok else -1
-        self.transfer.end(read.key, ok)
+        self.transfer.end(read.key, ok if said is None else said)
         return read
 
     # Steps.

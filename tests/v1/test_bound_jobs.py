@@ -48,8 +48,8 @@ class V1Jobs:
     def end_write(self, attempt, error=""):
         self.engine.transfer.end(self.engine.sent(attempt).key, not error, error)
 
-    def end_read(self, tokens, ok=True):
-        self.engine.fill(tokens, ok)
+    def end_read(self, tokens, has_come=True, ok=None):
+        self.engine.fill(tokens, has_come, said=ok)
 
     def is_reading(self):
         ended = {one.key for one in self.engine.transfer.progress.finished}
