@@ -218,6 +218,7 @@ class DummyConnection(asyncio.Protocol):
             self._reply(b"{}")
 
     def _generate(self, path: str, body: bytes) -> None:
+        """Answer a completion or a chat, in a task of its own."""
         try:
             request = REQUEST.decode(body)
         except msgspec.MsgspecError as error:

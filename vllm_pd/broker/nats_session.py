@@ -241,6 +241,7 @@ class NatsSession:
     # D's jobs.
 
     async def _put(self, job: m.Job) -> None:
+        """Put a job of ours into the queue of the engine that is to have it, and report whether it waits there."""
         fitting = self._fitting(job, self._member) if self._member is not None else []
         is_new = False
         if self._member is None:

@@ -418,6 +418,7 @@ class DecodeHandover(ABC, Generic[R]):
             self._request(one).stays = True
 
     def _fall_back(self, event: Fallback) -> None:
+        """An attempt has ended without the KV: another one may follow, or none."""
         attempt = event.attempt
         # A name that a client has made up must not write a line for each request; `totals` has the reasons.
         level = logging.DEBUG if event.reason is FallbackReason.HOLD else logging.WARNING
@@ -506,6 +507,7 @@ class DecodeHandover(ABC, Generic[R]):
         return expect(max(1, tokens), here, there)
 
     def _count_timings(self, attempt: Attempt, timings: Timings) -> None:
+        """The stages of an attempt that is done have come."""
         if timings.measured and attempt in self._unmeasured:
             tokens, total_s = self._unmeasured.pop(attempt)
             last_tokens = tokens * timings.last_bytes / timings.bytes if timings.bytes and timings.last_bytes else None

@@ -148,6 +148,7 @@ def event_ports(server: Sequence[str], ranks: int = 64) -> frozenset[int]:
 
 
 def _check_engine(member: Member, ask: Ask) -> Iterator[Finding]:
+    """At which of its sockets an engine listens beyond what was promised."""
     pids, server = _processes(member)
     if not pids:  # it has ended, and the registry does not know that yet
         return

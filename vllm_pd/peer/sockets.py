@@ -143,6 +143,7 @@ class ControlSockets:
             yield MessageSource.BROKER, *received
 
     def _open(self, socket: zmq.Socket, frames: list[bytes]) -> tuple[MessageSource, str, m.Message] | None:
+        """Whom these frames come from, and what they say; None where they are refused, which is counted."""
         source = MessageSource.PREFILL if socket is self._router else (
             MessageSource.FRONT if socket is self._front else MessageSource.DECODE)
         try:

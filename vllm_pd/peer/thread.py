@@ -283,6 +283,7 @@ class ControlThread:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
+        """Do what the protocol wants done outside of it."""
         if isinstance(action, ToBroker):
             if self.sockets.to_broker(action.message) is not SendResult.SENT:
                 self._control.transmit_failed(action.message)

@@ -371,6 +371,7 @@ class DecodeProtocol:
     # Messages, one by one.
 
     def _on_hello(self, now: float, sender: str, message: m.Hello) -> list[Action]:
+        """A prefill engine introduces itself: it fits and is known from now on, or is refused."""
         theirs = message.member
         if theirs.incarnation != sender or sender == self.member.incarnation:
             return self._drop("hello_foreign")

@@ -538,6 +538,7 @@ class PrefillProtocol:
         return job.due(self.limits.claim_wait_s, self.renews)
 
     def _on_due(self, now: float, job: OfferedJob) -> list[Action]:
+        """Ask again, renew the lease, or give the job up: what its state has due."""
         if job.state is JobState.UNPROVEN:
             return self._ask_or_forget(now, job)
         if job.state is JobState.PEERING:

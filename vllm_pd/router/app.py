@@ -118,6 +118,7 @@ class RouterApp:
             await send({"type": "websocket.close", "code": 1000})
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
+        """The server starts and ends us."""
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
@@ -224,6 +225,7 @@ class RouterApp:
                               [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
 
     async def _workers(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        """GET, POST and DELETE of /workers: list them, add one, take one out."""
         refused = self._refused(scope)
         if refused is not None:
             return refused

@@ -58,6 +58,7 @@ def started_context(max_sockets: int | None = None) -> zmq.Context:
 
 
 def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
+    """A socket of ours: bounds, and how soon a dead connection is seen."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.LINGER, 0)

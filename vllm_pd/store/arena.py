@@ -257,6 +257,7 @@ class BlockArena:
         self._bytes[start:start + SEAL_OFFSET] = step.header.encode()
 
     def _do(self, step: NamedTuple, payload: Fill | None) -> Any:
+        """Carry out one step of `slots`, the pure rules."""
         match step:
             case ScanSet():
                 return self._scan(step)

@@ -112,6 +112,7 @@ def _enter(worker: Any) -> Callable[[], None]:
 
 
 def _describe(worker: Any, caches: list, heads: range) -> CacheDescription:
+    """Where this worker's KV lies."""
     from vllm.platforms import current_platform
 
     platform = current_platform.device_type

@@ -137,6 +137,7 @@ class AdapterBook:
         return self._adapters.get(key) if self._keys.get(request.lora_int_id) == key else None
 
     def _note(self, request: LoRARequest, look: Look | None, is_load: bool) -> None:
+        """A request with this adapter has come, or is to be loaded: remember by which number and files."""
         number, key = request.lora_int_id, _key(request)
         first = self._keys.get(number, key)
         if first != key:

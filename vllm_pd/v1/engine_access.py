@@ -43,6 +43,7 @@ def hand_over_engines(connector_class: type) -> None:
 
 
 def _handing_over(run: Callable[[EngineCoreProc], None], connector_class: type) -> Callable[[EngineCoreProc], None]:
+    """V1's loop, with our connector bound before it and shut down after it."""
 
     @functools.wraps(run)
     def run_busy_loop(engine: EngineCoreProc) -> None:

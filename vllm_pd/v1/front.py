@@ -41,6 +41,7 @@ def _attaching(serve: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable
 
 
 def _attach(app: FastAPI, server: Any) -> None:
+    """Give the server that is about to serve our routes, its drain and its events, if its engine is ours."""
     from vllm_pd.frontend.attach import attach_disaggregation, attach_events
     from vllm_pd.v1.events import find_events, publishes_events
     from vllm_pd.v1.settings import fronts_of_server, is_ours, read_settings

@@ -294,6 +294,7 @@ class InternalRequests(PrefillHandover):
             self._session.set_credits(0, is_paused=True)
 
     def _add_request(self, job: PeerJob) -> Request:
+        """The request of V1 that computes this job. Raises ValueError where it can not run here."""
         tokens = len(job.prefill.token_ids)
         longest = min(self._scheduler.max_model_len, (self._scheduler.cache_config.num_gpu_blocks - 1)
                       * self._block_size) - max(1, self._scheduler.num_lookahead_tokens)  # its token, or a drafter's

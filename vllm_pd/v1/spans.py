@@ -90,6 +90,7 @@ class PromptSpans:
 
     def _end(self, attempt: Attempt, outcome: str, peer: str, timings: Timings | None = None, fault: str = "",
              detail: str = "") -> None:
+        """The span of an attempt ends, with its stages as soon as they are known."""
         span, began = self._parked.pop(attempt, (None, 0))
         if span is None:
             return

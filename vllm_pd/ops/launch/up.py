@@ -169,6 +169,7 @@ class Fleet:
                             for engine, child in self._engines.items()]}
 
     def _announce(self) -> None:
+        """Say where everything is, and write the state file. Raises StartError."""
         for engine in self._engines:
             self._say(f"{engine.name:<10} {engine.url}")
         if self.plan.router is not None:

@@ -68,6 +68,7 @@ class CoordinatorServer:
             log.error("thread %s does not end", self._thread.name)
 
     def _run(self) -> None:
+        """The thread: serve until the end, and say so where it breaks."""
         try:
             self._serve()
         except Exception as error:  # without this, the ranks would find out only after timeout_s

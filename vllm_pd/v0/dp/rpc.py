@@ -178,6 +178,7 @@ class RpcMember(BaseMember):
             self._wake_engine()
 
     def _check(self, now: float) -> None:
+        """Report what is due, and fail where a rank or the coordinator is gone or silent."""
         with self._lock:
             busy = self._busy()
             ended = self._participant.ended
