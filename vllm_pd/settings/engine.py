@@ -35,7 +35,7 @@ from vllm_pd.settings.store import StoreSettings
 
 AUTO = "auto"  # of max_local_prefill_tokens
 START_LOCAL_PREFILL_TOKENS = 1000  # what `auto` does as long as nothing is measured
-MAX_WHOLE = 2**62 - 1  # of a whole number: more is no `vllm_pd.protocol.messages.Count`, so no engine could send it
+MAX_WHOLE = 2**62 - 1  # of a whole number: more is no `vllm_pd.protocol.values.Count`, so no engine could send it
 TWO_SIDED = "torch"  # of `transport`
 KV_ROLES = {role.value: role for role in Role}
 
