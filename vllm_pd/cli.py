@@ -20,7 +20,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.extras import require_extra, require_vllm
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.launch.plan import UpOptions
-from vllm_pd.ops.options import TopOptions, TrialOptions
+from vllm_pd.ops.options import TopOptions, TraceOptions, TrialOptions
 from vllm_pd.ops.printing import printable
 from vllm_pd.ops.sizing import SizingOptions
 from vllm_pd.ops.split import SplitOptions
@@ -247,6 +247,17 @@ def top(broker: OfBroker, access: Access, options: TopOptions) -> None:
         show_fleet(broker, access, options)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
+
+
+@app.command()
+@takes_settings
+def trace(access: Access, options: TraceOptions,
+          broker: Annotated[str | None, typer.Option(help="The broker where the engines are registered.")] = None
+          ) -> None:
+    """Write what all engines of a fleet do with prompts for some seconds as a timeline, for ui.perfetto.dev."""
+    require_extra("router", "httptools", "aiohappyeyeballs")
+    from vllm_pd.ops.trace import trace_fleet
+    trace_fleet(broker, access, options, lambda line: _show([line]))
 
 
 def _show(lines: Iterable[str]) -> None:

@@ -165,10 +165,29 @@ def test_b119_a_server_says_where_the_prompt_of_a_request_was_prefilled(tmp_path
         assert shown[0] == shown[1] and shown[0][1] == {
             "request_id": "cmpl-abc-0", "asked": "remote", "decision": "remote", "reason": "asked", "tokens": 7,
             "peer": "p", "outcome": "done", "attempts": 0, "cached_tokens": 0, "address": "", "detail": "",
-            "parked_s": None, "first_step_s": None, "timings": {
+            "parked_s": None, "first_step_s": None, "age_s": None, "timings": {
                 "queue_s": 1.0, "claim_s": 0.0, "prefill_s": 0.0, "transfer_s": 0.0, "bytes": 5, "measured": True,
                 "last_bytes": 0}}
         assert (await served.ask("POST", "/pd/prompts/abc"))[0] == 405
+
+    run(body, tmp_path)
+
+
+def test_a_server_says_of_its_last_prompts_to_operators_only(tmp_path):
+    """The names of other clients' requests are nobody else's business."""
+    async def body(served):
+        session = served.agent.protocol.decode
+        for number in range(300):
+            session.prompt_decided(f"cmpl-r{number}-0", False, decision="local", reason="threshold", tokens=number)
+        status, answer, *_ = await served.ask("GET", "/pd/prompts")
+        (rank, ) = answer["ranks"]
+        assert status == 200 and rank["incarnation"] == served.agent.member.incarnation
+        assert [one["tokens"] for one in rank["prompts"]] == list(range(300 - 256, 300))
+        assert all(0 <= one["age_s"] < 60 for one in rank["prompts"])
+        assert rank["prompts"][0]["age_s"] >= rank["prompts"][-1]["age_s"]
+        for more in ((b"origin", b"http://a.example"), (b"x-forwarded-for", b"10.0.0.9")):
+            assert (await served.ask("GET", "/pd/prompts", headers=(*LOCAL, more)))[0] == 403
+        assert (await served.ask("GET", "/pd/prompts", client=AWAY))[0] == 403
 
     run(body, tmp_path)
 

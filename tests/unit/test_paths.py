@@ -361,5 +361,5 @@ def test_a_member_of_an_older_release_has_no_zone_and_its_jobs_no_detours():
     job = m.Job(m.Attempt("d", "r", 0), "", [1], 0, 1.0, detours=(("p", 1.0), ))
     *older, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(job))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).detours == ()
-    *older, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(m.StatusReply(member, paths={"p": (1.0, 1.0, 1.0)})))
+    *older, _, _ = msgspec.msgpack.decode(msgspec.msgpack.encode(m.StatusReply(member, paths={"p": (1.0, 1.0, 1.0)})))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.StatusReply).paths == {}

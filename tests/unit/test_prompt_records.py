@@ -59,6 +59,27 @@ def test_only_so_many_are_kept_and_nothing_is_noted_of_others():
     assert records.find("r5").decision and not records.find("r6").decision
 
 
+def test_the_newest_ones_come_with_their_ages():
+    now = 1.0
+    records = PromptRecords(lambda: now)
+    decided(records, "a")
+    now = 2.0
+    decided(records, "b")
+    now = 3.0
+    decided(records, "c")
+    now = 4.0
+    decided(records, "a", True)
+    records.note("b", outcome="done")  # no decision
+    now = 10.0
+    assert [(one.request_id, one.age_s, one.outcome) for one in records.newest(2)] == [("c", 7.0, ""), ("a", 6.0, "")]
+    assert [one.request_id for one in records.newest(10**9)] == ["b", "c", "a"]
+    now = 3.0  # a clock that ran backwards would make a record that no peer can read
+    assert records.newest(1)[0].age_s == 0.0
+    for number in range(2 * MAX_PROMPTS):
+        decided(records, f"r{number}")
+    assert len(records.newest(10**9)) == MAX_PROMPTS == len(records._decided_at)
+
+
 @pytest.mark.parametrize("request_id", ["r" * 5000, ""])
 def test_every_record_survives_the_wire(request_id):
     """Names and faults may be of any length; a status that can't be decoded would be none."""
@@ -75,8 +96,11 @@ def test_a_status_names_the_peer_of_a_request_and_where_it_is():
     protocol.decode.prompt_decided("cmpl-abc-0", False, asked="", decision="remote", reason="length")
     protocol.decode.note_prompt("cmpl-abc-0", peer="p")
     assert protocol.operators.status(0).prompt is None
-    assert protocol.operators.status(0, prompt="abc").prompt.address == ""
+    assert protocol.operators.status(0, asked=m.Status(prompt="abc")).prompt.address == ""
     protocol.control.receive(MessageSource.BROKER, "b", m.Peers("b", 1, [us, P], 0))
-    shown = protocol.operators.status(0, prompt="abc").prompt
+    shown = protocol.operators.status(0, asked=m.Status(prompt="abc")).prompt
     assert (shown.peer, shown.address) == ("p", "tcp://127.0.0.1:2")
-    assert protocol.operators.status(0, prompt="other").prompt == m.PromptRecord("other")
+    assert protocol.operators.status(0, asked=m.Status(prompt="other")).prompt == m.PromptRecord("other")
+    assert protocol.operators.status(0).prompts is None
+    (last, ) = protocol.operators.status(0, asked=m.Status(prompts=5)).prompts
+    assert (last.request_id, last.age_s) == ("cmpl-abc-0", 0.0)

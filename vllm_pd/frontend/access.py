@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may use an operator's routes. A server with an API key asks for it. At a server without one, requests that change
-something must come from this machine, and not from a web page.
+something, or ask for the names of all requests, must come from this machine, and not from a web page.
 
 A browser on this machine sends what any web page tells it to send. Three rules keep such requests out. They carry the
 header `Origin`, which is refused. A page may send JSON only after a preflight request, which fails here, so any other
@@ -48,18 +48,19 @@ def has_key(authorization: bytes, keys: Sequence[str]) -> bool:
     return any([secrets.compare_digest(authorization, f"Bearer {key}".encode()) for key in keys])
 
 
-def refusal(scope: Mapping[str, Any], keys: Sequence[str], *, changes: bool) -> tuple[HTTPStatus, str] | None:
+def refusal(scope: Mapping[str, Any], keys: Sequence[str], *, guarded: bool) -> tuple[HTTPStatus, str] | None:
     """Status and reason with which a request to an operator's route is refused; None where it is allowed. `scope` is
-    the request's, as ASGI defines it; `keys` are the server's; `changes` says whether the route changes anything."""
+    the request's, as ASGI defines it; `keys` are the server's; `guarded` says whether the route changes anything, or
+    names other clients' requests."""
     if keys:
         allowed = has_key(dict(scope["headers"]).get(b"authorization", b""), keys)
         return None if allowed else (HTTPStatus.UNAUTHORIZED, "Unauthorized")
-    problem = objection(scope) if changes else None
+    problem = objection(scope) if guarded else None
     return None if problem is None else (HTTPStatus.FORBIDDEN, problem)
 
 
 def objection(scope: Mapping[str, Any], option: str = "--api-key") -> str | None:
-    """Why a server without a key refuses a request that changes something; None where it accepts it. `option` is the
+    """Why a server without a key refuses a request to a guarded route; None where it accepts it. `option` is the
     key's."""
     headers = dict(scope["headers"])
     if not _is_here(scope.get("client")) or any(name in headers for name in _FORWARDED):

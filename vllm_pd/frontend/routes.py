@@ -2,6 +2,7 @@
 """The routes that an engine's server has beside vLLM's own.
 
     GET  /pd/status
+    GET  /pd/prompts       the same of the last prompts, at most 256 a rank, and how long ago each was decided about
     GET  /pd/prompts/NAME  where the prompt of this request was prefilled; NAME: the client's X-Request-Id
     POST /pd/drain
     POST /pd/role          {"role": "kv_consumer"}
@@ -88,9 +89,13 @@ def operator_routes(drain: ServerDrain, keys: Sequence[str]) -> list[Route]:
                                   and status.prompt.is_of(name))
         for status in answers:
             if status.prompt.decision:
-                return JSONResponse({**msgspec.structs.asdict(status.prompt),
-                                     "timings": msgspec.structs.asdict(status.prompt.timings)})
+                return JSONResponse(_prompt_as_json(status.prompt))
         raise HTTPException(HTTPStatus.NOT_FOUND)
+
+    async def show_prompts(request: Request) -> Response:
+        answers = await drain.ask(m.Status(prompts=m.MAX_PROMPTS), lambda status: status.prompts is not None)
+        return JSONResponse({"ranks": [{"incarnation": status.member.incarnation, "role": status.member.role.value,
+                                        "prompts": [*map(_prompt_as_json, status.prompts)]} for status in answers]})
 
     async def begin_drain(request: Request) -> Response:
         return show(await drain.begin())
@@ -100,6 +105,7 @@ def operator_routes(drain: ServerDrain, keys: Sequence[str]) -> list[Route]:
         return show(await drain.ask(m.SetRole(role), lambda status: status.member.role is role))
 
     return [_route("GET", "/pd/status", show_status, keys),
+            _route("GET", "/pd/prompts", show_prompts, keys, guarded=True),
             _route("GET", "/pd/prompts/{name}", show_prompt, keys), _route("POST", "/pd/drain", begin_drain, keys),
             _route("POST", "/pd/role", set_role, keys)]
 
@@ -126,23 +132,28 @@ class GenerateMiddleware:
         if scope["type"] != "http" or scope["method"] != "GET" or route_path(scope) != GENERATE_PATH:
             await self._app(scope, receive, send)
             return
-        refused = refusal(scope, self._keys, changes=False)
+        refused = refusal(scope, self._keys, guarded=False)
         if refused is not None:
             await error_response(*refused)(scope, receive, send)
             return
         await self._app(_one_token(scope), _receive_first(_ONE_TOKEN, receive), send)
 
 
-def _route(method: str, path: str, answer: Callable[[Request], Awaitable[Response]], keys: Sequence[str]) -> Route:
-    """A route that only those reach who may use it."""
+def _route(method: str, path: str, answer: Callable[[Request], Awaitable[Response]], keys: Sequence[str],
+           guarded: bool = False) -> Route:
+    """A route that only those reach who may use it. `guarded`: although it changes nothing."""
 
     async def endpoint(request: Request) -> Response:
-        refused = refusal(request.scope, keys, changes=method != "GET")
+        refused = refusal(request.scope, keys, guarded=guarded or method != "GET")
         if refused is not None:
             raise HTTPException(*refused)
         return await answer(request)
 
     return Route(path, endpoint, methods=[method])
+
+
+def _prompt_as_json(record: m.PromptRecord) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(record), "timings": msgspec.structs.asdict(record.timings)}
 
 
 class _RoleBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `vllm-pd doctor --try` and `vllm-pd top`, which the command needs before it needs the rest of them."""
+"""The options of `vllm-pd doctor --try`, `vllm-pd top` and `vllm-pd trace`, which the command needs before it needs the
+rest of them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from vllm_pd.errors import ConfigError
@@ -11,6 +13,7 @@ from vllm_pd.settings.options import Option
 TRY = "--try"
 PROMPT_TOKENS = 1024
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.5, 3600.0
+MAX_TRACE_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -55,4 +58,20 @@ class TopOptions:
         """These options. Raises ConfigError for one that can't be used."""
         if not MIN_INTERVAL_S <= self.interval_s <= MAX_INTERVAL_S:
             raise ConfigError("--interval", self.interval_s, f"write {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g} seconds")
+        return self
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """The options of `vllm-pd trace` beside those of the broker."""
+    output: Annotated[Path, Option("The file to write.")] = Path("trace.json")
+    seconds: Annotated[float, Option("For how long the engines are read.")] = 10.0
+    state: Annotated[Path | None, Option("Read the engines that this state file of `vllm-pd up` names, in place of "
+                                         "those that the broker knows.")] = None
+    api_key: Annotated[str | None, Option("The key that the engines ask for; default $VLLM_API_KEY.")] = None
+
+    def checked(self) -> TraceOptions:
+        """These options. Raises ConfigError for one that can't be used."""
+        if not 0 < self.seconds <= MAX_TRACE_S:  # nan neither
+            raise ConfigError("--seconds", self.seconds, f"write seconds above 0, {MAX_TRACE_S:g} at most")
         return self

@@ -77,7 +77,7 @@ class PeerCore:
         self.refusal = ""  # why every job is refused
         self.own_jobs = OwnJobs() if config.decides_by_time else None
         self.posted = PostedJobs()
-        self.prompts = PromptRecords()
+        self.prompts = PromptRecords(clock)
         self.paths = PathCosts(member.zone)
         self.failed_paths = FailedPaths(config.attempt_deadline_s)
         self.last_number = -1  # of this engine's attempts

@@ -21,6 +21,7 @@ logger = logging.getLogger("vllm.pd")
 
 SHOWN_NAMES = 3
 MAX_REASON_CHARS = 1000
+_NOTHING = m.Status()  # about no prompt
 
 _OTHER_WEIGHTS = ("the weights of this engine were replaced while it ran: it takes no jobs of others and hands none "
                   "over; restart it")
@@ -70,13 +71,14 @@ class OperatorSession(Session):
             self._core.state_changed()
 
     @locked
-    def status(self, sockets: int, problem: str = "", prompt: str = "") -> m.StatusReply:
-        """The answer to an operator or the front end. `sockets` are open. `prompt`: the request that is asked about."""
+    def status(self, sockets: int, problem: str = "", asked: m.Status = _NOTHING) -> m.StatusReply:
+        """The answer to an operator or the front end. `sockets` are open. `asked`: the prompts that it is about."""
         gauges = {**self.counts(), "sockets": sockets, **self.state.gauges()}
         degraded = self.degraded()
         return m.StatusReply(self.state.member(), problem, gauges,
                              "" if degraded is None else f"{degraded.cause}: {degraded.detail}", self._fences(),
-                             self._find_prompt(prompt) if prompt else None, self._measured_paths())
+                             self._find_prompt(asked.prompt) if asked.prompt else None, self._measured_paths(),
+                             self._core.prompts.newest(asked.prompts) if asked.prompts else None)
 
     def _find_prompt(self, name: str) -> m.PromptRecord:
         """What is known of the prompt of the request with this name."""

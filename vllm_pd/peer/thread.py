@@ -213,8 +213,8 @@ class ControlThread:
             problem = self._deaths.operator_says_gone(message.incarnation)
         elif source is MessageSource.FRONT and message.http:
             self._protocol.operators.set_http(message.http)
-        prompt = message.prompt if isinstance(message, m.Status) else ""
-        self._to_operator(source, sender, self._protocol.operators.status(self.count_sockets(), problem, prompt))
+        asked = message if isinstance(message, m.Status) else m.Status()
+        self._to_operator(source, sender, self._protocol.operators.status(self.count_sockets(), problem, asked))
 
     def _report_trials(self) -> None:
         """Say what has come of the addresses that this engine was to try."""

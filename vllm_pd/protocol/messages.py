@@ -27,6 +27,7 @@ from vllm_pd.protocol.values import (  # noqa: F401  whoever has the messages ha
     MAX_METADATA_BYTES,
     MAX_PRIORITY,
     MAX_PROCESSES,
+    MAX_PROMPTS,
     MAX_RATE,
     MAX_SECONDS,
     MAX_TOKENS,
@@ -319,7 +320,7 @@ class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
     those on prefill engines. Of the last one: its `peer` by incarnation, as far as one had it, and that one's control
     `address` while it is registered; its `outcome` (`protocol.actions.AttemptEnd`), empty while it is open; its fault
     in `detail`; how many of the `tokens` were cached here. `parked_s`: until the request was scheduled with its KV,
-    `first_step_s`: from then to its first token; None: not yet."""
+    `first_step_s`: from then to its first token; None: not yet. `age_s`: since that decision; None: not asked for."""
     request_id: Text
     tokens: Count = 0
     asked: Text = ""
@@ -334,6 +335,7 @@ class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
     timings: Timings = Timings()
     parked_s: Seconds | None = None
     first_step_s: Seconds | None = None
+    age_s: Seconds | None = None
 
     def is_of(self, name: str) -> bool:
         """Whether the request has this name. vLLM makes `cmpl-NAME-0` of a client's X-Request-Id, or adds even more."""
@@ -343,16 +345,18 @@ class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
 
 class Status(WireMessage):
     """Request a StatusReply. The engine's own front end sends with it where it serves, and the name of a request about
-    whose `prompt` it asks."""
+    whose `prompt` it asks, or how many of the last `prompts` it asks about."""
     http: Text = ""
     prompt: Text = ""
+    prompts: Count = 0
 
 
 class StatusReply(WireMessage):
     """Answer to the four orders. `problem` says why it was not done; `gauges` are those of `OperatorSession.status`;
     `degraded` says why the engine has nobody to work with, empty where it has. `fences`: how many attempts each peer
     may still write or read here. `prompt`: of the request that was asked about, under the name that was asked for where
-    it is not known. `paths`: see `PathCosts.report`, the farthest."""
+    it is not known. `paths`: see `PathCosts.report`, the farthest. `prompts`: those that were asked about, the newest
+    last; None: none were."""
     member: Member
     problem: Text = ""
     gauges: dict[Name, Count] = {}
@@ -360,6 +364,7 @@ class StatusReply(WireMessage):
     fences: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_FENCES)] = {}
     prompt: PromptRecord | None = None
     paths: Annotated[dict[Name, tuple[Rate, Seconds, Seconds]], msgspec.Meta(max_length=MAX_FENCES)] = {}
+    prompts: Annotated[tuple[PromptRecord, ...], msgspec.Meta(max_length=MAX_PROMPTS)] | None = None
 
 
 class TryAddresses(WireMessage):

@@ -25,6 +25,7 @@ MAX_ZONE_CHARS = 64
 MAX_FENCES = 1024  # peers, in one status
 MAX_TRIED = 64  # addresses, in one order
 MAX_GROUPS = 256  # of KV blocks, in one engine
+MAX_PROMPTS = 256  # that an engine remembers
 MAX_LISTENS = 1024  # of one engine: its ranks' network devices
 # Layouts (transfer.layout.Layout) in which a range of heads can be moved by itself.
 SPLIT_LAYOUTS = ("heads-first", "tokens-first", "packed", "kv-heads-first", "kv-tokens-first")
