@@ -5,6 +5,7 @@ once."""
 import functools
 import http.client
 import http.server
+import itertools
 import json
 import os
 import random
@@ -333,6 +334,34 @@ def test_b119_one_command_says_whether_the_fleet_disaggregates(fleet):
     table = command("top", "--broker", fleet.plan.broker_url)
     assert table.returncode == 0 and table.stdout.count("kv_consumer") == 2 and "MB/s" not in table.stdout
     assert all(engine.url in table.stdout for engine in fleet.plan.engines), table.stdout
+
+
+def test_a_timeline_of_the_fleet_has_prompts_on_both_engines(fleet, tmp_path):
+    decode, output = fleet.plan.engines[0].url, tmp_path / "trace.json"
+    ended = threading.Event()
+
+    def ask() -> None:
+        for number in itertools.count(70):
+            complete(decode, prompt(number, 300))
+            if ended.is_set():
+                return
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        traced = command("trace", "--broker", fleet.plan.broker_url, "--seconds", "4", "--output", str(output))
+    finally:
+        ended.set()
+        asking.join(END_S)
+    assert traced.returncode == 0 and "3 engines" in traced.stdout, traced
+    events = json.loads(output.read_text())["traceEvents"]
+    names = {one["pid"]: one["args"]["name"] for one in events if one["ph"] == "M"}
+    where = {kind: {names[one["pid"]].split()[0] for one in events if one["name"].startswith(kind)}
+             for kind in ("remote length: cmpl-", "prefill", "transfer", "job: cmpl-", "first step")}
+    assert where == {"remote length: cmpl-": {"kv_consumer"}, "prefill": {"kv_consumer", "kv_producer"},
+                     "transfer": {"kv_consumer", "kv_producer"}, "job: cmpl-": {"kv_producer"},
+                     "first step": {"kv_consumer"}}
+    assert all(0 <= one["ts"] <= 60e6 for one in events if one["ph"] == "X")
 
 
 def test_b43_sigterm_drains_a_server(fleet):
