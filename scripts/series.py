@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import List, Optional
 
-from _series import folder, pin, readme, rebase, source, verify, work
+from _series import folder, pin, proposals, readme, rebase, source, verify, work
 from _series.errors import Refusal, refuse_all
 from _series.git import Repo
 from _series.patch import Patch, file_name
@@ -145,6 +145,16 @@ def rebase_(args: argparse.Namespace) -> int:
     return 0
 
 
+def for_upstream(args: argparse.Namespace) -> None:
+    place = args.root / "patches" / proposals.FOLDER
+    wanted, found = proposals.release(place), proposals.load(place)
+    name, address = proposals.sender()
+    target = source.release(wanted.version, args.cache, wanted.sha256, "unknown")
+    for path in proposals.write(found, target, args.dir, name, address):
+        print(f"wrote {path}")
+    print(f"{args.dir / 'tree'}: {target.pin.stem} and a branch for each")
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
@@ -180,6 +190,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     command.add_argument("--sha256", help="of the new sdist; without it its origin is trusted, and shown with the sum")
     command.add_argument("--commit", default="unknown", help="of the new release's tag, for upstream.py --from")
     command.add_argument("--try", dest="try_", action="store_true", help="only report what would become of each patch")
+    add(for_upstream, "for-upstream", "write the proposals for upstream's newest release, each alone and signed off"
+        ).add_argument("dir", type=Path, metavar="DIR")
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

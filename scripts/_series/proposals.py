@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""patches/for_upstream: mends of ours that upstream needs too, as it would take them: each by itself on the newest
+release, with its tests in upstream's folders and signed off by whoever sends it.
+"""
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Tuple
+
+from . import diff, verify
+from .errors import Refusal, refuse_all
+from .git import Repo, raw_bytes, text
+from .patch import Patch, parse
+from .source import Source
+
+FOLDER = "for_upstream"
+RELEASE = "RELEASE"
+_SHAPES = {"version": re.compile(r"\d+(\.\d+)+"), "sha256": re.compile(r"[0-9a-f]{64}")}
+
+
+class Release(NamedTuple):
+    """The release that the proposals are for, and the sha256 of its source distribution."""
+    version: str
+    sha256: str
+
+
+def release(folder: Path) -> Release:
+    """That of patches/for_upstream. Refuses a file with anything but one line `key = value` for each of both."""
+    path = folder / RELEASE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise Refusal(f"{path}: cannot read the release: {error.strerror}") from error
+    found: Dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        key, _, value = (part.strip() for part in line.partition("="))
+        if key not in _SHAPES or key in found or not _SHAPES[key].fullmatch(value):
+            raise Refusal(f"{path}:{number}: expected version = X.Y.Z and sha256 = 64 digits; found {line!r}")
+        found[key] = value
+    if len(found) < len(_SHAPES):
+        raise Refusal(f"{path}: {' and '.join(sorted(_SHAPES.keys() - found.keys()))} missing")
+    return Release(**found)
+
+
+def load(folder: Path) -> List[Patch]:
+    """All proposals, by file name. Refuses one without a test, and none at all."""
+    found = [parse(text(path.read_bytes()), path.name) for path in sorted(folder.glob("*.patch"))]
+    if not found:
+        raise Refusal(f"{folder}: expected proposals, NAME.patch; found none")
+    problems = [f"{patch.name}: changes no file below tests/" for patch in found
+                if not any(path.startswith("tests/") for path in created(patch) + patch.paths)]
+    refuse_all(f"{folder}:", problems)
+    return found
+
+
+def created(patch: Patch) -> List[str]:
+    """The files that a proposal makes."""
+    return re.findall(r"^--- /dev/null\n\+\+\+ b/(.*)$", patch.diff, re.MULTILINE)
+
+
+def sender() -> Tuple[str, str]:
+    """Name and address for Signed-off-by, which certifies the origin of a change: those of the user's git, since only
+    he can certify it."""
+    said = []
+    for key in ("user.name", "user.email"):
+        done = subprocess.run(["git", "config", key], capture_output=True, text=True, check=False)
+        if not done.stdout.strip():
+            raise Refusal(f"git config {key} is not set: Signed-off-by says who certifies that a change may be given "
+                          f"to upstream. Write git config --global {key} NAME")
+        said.append(done.stdout.strip())
+    return said[0], said[1]
+
+
+def write(patches: List[Patch], source: Source, folder: Path, name: str, address: str) -> List[Path]:
+    """Make `folder`, new: a git work tree of the release, on the branch `main`, with a branch for each proposal, and a
+    file to mail or to apply beside each. Refuses a proposal that does not apply as it is, or does not compile."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Refusal(f"{folder}: expected a folder that does not exist or is empty; it is neither")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    try:
+        repo = Repo(staging / "tree")
+        repo.create()
+        source.unpack(repo.path)
+        upstream = repo.commit_all(f"{source.pin.stem}\n")
+        problems: List[str] = []
+        for patch in patches:
+            branch = patch.name[:-len(".patch")]
+            repo.run("checkout", "-q", "-b", branch, upstream)
+            wrong = verify.apply(repo, patch, "--index")
+            if wrong:
+                problems += [f"{patch.name}: {one}" for one in wrong]
+                repo.run("reset", "-q", "--hard", upstream)
+                continue
+            problems += _broken(repo, patch)
+            signed = Patch(f"{name} <{address}>", patch.subject, f"{patch.body}\n\nSigned-off-by: {name} <{address}>",
+                           patch.diff)
+            commit = repo.commit(signed.message, signed.author)
+            mailed = Patch(signed.author, signed.subject, signed.body, diff.between(repo, upstream, commit))
+            (staging / patch.name).write_bytes(raw_bytes(mailed.render()))
+        refuse_all(f"not as {source.pin.stem} needs it:", problems)
+        repo.run("checkout", "-q", "main")
+        staging.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(staging, folder)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return [folder / patch.name for patch in patches]
+
+
+def _broken(repo: Repo, patch: Patch) -> List[str]:
+    """The touched Python files that do not compile."""
+    found = []
+    for path in dict.fromkeys(patch.paths + created(patch)):
+        if path.endswith(".py"):
+            try:
+                compile((repo.path / path).read_bytes(), path, "exec")
+            except SyntaxError as error:
+                found.append(f"{patch.name}: {path}:{error.lineno}: {error.msg}")
+    return found
