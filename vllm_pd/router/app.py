@@ -15,6 +15,7 @@ from vllm_pd.frontend.access import has_key, objection
 from vllm_pd.router import descriptors, responses
 from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
 from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
+from vllm_pd.router.discovery import Discovery
 from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
@@ -52,6 +53,7 @@ class RouterApp:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
+        self._discovery = Discovery(self.options, self.workers, self.metrics)
         self.errors = RouterErrors(self.workers)
         self.max_clients = min(self.options.max_connections, descriptors.for_clients(self.options.broker is not None))
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
@@ -83,6 +85,7 @@ class RouterApp:
         self.workers.on_leave.append(self.subscriptions.unsubscribe)
         self.workers.on_end += [self.probes.forget, self._close_connections]
         self._membership.start()
+        self._discovery.start()
         self._running = True
 
     async def close(self) -> None:
@@ -90,6 +93,7 @@ class RouterApp:
         if not self._running:
             return
         self._running = False
+        await self._discovery.close()
         await self._membership.close()
         await self.probes.close()
         await self.subscriptions.close()
@@ -232,6 +236,7 @@ class RouterApp:
             return RouterResponse.of_json({
                 "workers": [{**worker.as_json(), "events": events.get(worker.url)} for worker in self.workers],
                 "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
+                "discovery": self._discovery.as_json(),
                 "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")})
         try:
             with BodyBudget(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
@@ -241,6 +246,7 @@ class RouterApp:
         try:
             url = msgspec.json.decode(body, type=_WorkerBody).url
             if scope["method"] == "DELETE":
+                self._discovery.dismiss(url)
                 known = self._membership.remove(url)
                 return (RouterResponse.of_json({"removed": url}) if known else
                         self.errors.response(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))

@@ -35,6 +35,8 @@ class WorkerSource(Enum):
     STATIC = "static"  # the command line
     REGISTRY = "registry"
     OPERATOR = "operator"  # POST /workers
+    DNS = "dns"
+    FILE = "file"
 
 
 class WorkerFailure(StrEnum):
