@@ -31,8 +31,8 @@ MAX_DISMISSED = 4096
 
 
 class Membership:
-    """Adds and removes workers. `problem` says why the registry can't be read; empty where it can. Belongs to the
-    router's event loop."""
+    """Adds and removes workers. `problem` says why the registry can't be read; empty where it can. `members`: the
+    engines in it that can be reached, of any role. Belongs to the router's event loop."""
 
     def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics) -> None:
         self._options = options
@@ -46,6 +46,7 @@ class Membership:
         self._elsewhere: tuple[str, ...] = ()
         self._unreachable: tuple[str, ...] = ()
         self.problem = ""
+        self.members: tuple[Member, ...] = ()
 
     def start(self) -> None:
         """Add the static workers, and begin to follow the registry."""
@@ -90,6 +91,7 @@ class Membership:
         """Add and remove workers so that they fit the registry's present `members`."""
         wanted: dict[str, Member] = {}
         members = self._reachable(members)
+        self.members = tuple(members)
         for member in members:
             if member.http and self._has_use_for(member) and not member.draining:
                 try:

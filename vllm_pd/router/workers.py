@@ -243,6 +243,11 @@ class Workers:
         return self._workers.get(url)
 
     @property
+    def leaving(self) -> list[RouterWorker]:
+        """Those that were removed and still have open requests."""
+        return list(self._leaving)
+
+    @property
     def has_choice(self) -> bool:
         """Whether there are several decode engines, or several prefill engines."""
         return max(self._prefills, len(self._workers) - self._prefills) > 1
