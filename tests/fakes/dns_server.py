@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A name server in the test's loop, over UDP and TCP at one port of the loopback."""
 import asyncio
+from collections.abc import Iterator
 from enum import Enum, auto
 
 import dns.flags
@@ -25,10 +26,12 @@ class Mood(Enum):
 
 class DnsServer(asyncio.DatagramProtocol):
     """`zone` has the records by name, without a dot at its end, and kind. A name without any is answered with NXDOMAIN.
-    `mood` may be changed at any time; `moods` has those of single kinds of questions."""
+    The sets of records in `turns` take turns there. `mood` may be changed at any time; `moods` has those of single
+    kinds of questions."""
 
     def __init__(self) -> None:
         self.zone: dict[tuple[str, str], list[str]] = {}
+        self.turns: dict[tuple[str, str], Iterator[list[str]]] = {}
         self.mood = Mood.ANSWER
         self.moods: dict[str, Mood] = {}
         self.asked: list[tuple[str, str]] = []
@@ -76,6 +79,8 @@ class DnsServer(asyncio.DatagramProtocol):
         question = query.question[0]
         name, kind = question.name.to_text(omit_final_dot=True), dns.rdatatype.to_text(question.rdtype)
         self.asked.append((name, kind))
+        if (name, kind) in self.turns:
+            self.zone[name, kind] = next(self.turns[name, kind])
         mood = self.moods.get(kind, self.mood)
         response = dns.message.make_response(query)
         response.flags |= dns.flags.RA

@@ -2,6 +2,7 @@
 """Workers that come and go by DNS and by a file, with a name server and engines on the loopback."""
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -90,6 +91,16 @@ async def test_addresses_of_both_families_join_and_leave():
             assert engines[2].url in known(served), "all of a kind do not leave at once"
             server.zone[(NAME, "A")] = ["127.0.0.1", "127.0.0.2"]
             await served.until(lambda: engines[0].url in ups(served))
+
+
+async def test_a_resolver_that_answers_with_a_part_takes_nobody_out():
+    async with DnsServer() as server, engines_at("127.0.0.1", "127.0.0.2") as engines:
+        server.turns[NAME, "A"] = itertools.cycle([["127.0.0.1"], ["127.0.0.2"]])
+        async with by_dns(server, f"{NAME}:{engines[0].port}") as served:
+            await served.until(lambda: len(ups(served)) == 2)
+            before = list(served.router.workers)
+            await answered(server, 12)
+            assert list(served.router.workers) == before
 
 
 async def test_an_open_request_ends_at_a_worker_that_leaves():

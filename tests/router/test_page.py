@@ -145,7 +145,7 @@ async def test_an_engine_that_does_not_answer_holds_up_no_other(monkeypatch):
     async with serving(3) as (served, engines):
         engines[0].sick = Fault.HANG  # its /metrics is silent then, too
         engines[1].page = "vllm:pd_parked_blocks{" + "x" * 2000 + "\n"
-        engines[2].page = "vllm:num_requests_running 1.0\n" * 3
+        engines[2].page = "vllm:num_requests_running 1.0\n"
         found = rows(await fleet(served))
         assert found[engines[0].url]["why"] == "its metrics: no answer in 0.2 s"
         assert "longer than 1024 bytes" in found[engines[1].url]["why"]

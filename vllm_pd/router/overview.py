@@ -36,6 +36,7 @@ MAX_LINES = 4096  # of our figures: some dozens for each data-parallel rank
 MAX_LINE_BYTES = 1024
 MAX_CHARS = 300
 MAX_MODELS = 16
+ROWS_A_TURN = 64  # of the event loop
 FORGOTTEN_S = 60.0  # after so long, a rate since the last reading says nothing of now
 _STAGES = ("queue", "prefill", "transfer", "first_step")
 _COUNTED = {"remote_per_s": ("vllm:pd_decisions_total", {"decision": "remote"}),
@@ -54,9 +55,9 @@ _WANTED = tuple(name.encode() for name in (*_PRESENT.values(), *_KV_USED, _HITS,
 
 
 class EngineFigures:
-    """The figures of one page of metrics that are shown, read at `at_s`."""
+    """The figures of one page of metrics that are shown, read at `at_s`: the labels and values of each, by name."""
 
-    def __init__(self, samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float], at_s: float) -> None:
+    def __init__(self, samples: Mapping[str, list[tuple[Mapping[str, str], float]]], at_s: float) -> None:
         self.at_s = at_s
         self._samples = samples
 
@@ -66,15 +67,16 @@ class EngineFigures:
         lines = [line for line in page.split(b"\n") if line.startswith(_WANTED)]
         if len(lines) > MAX_LINES or any(len(line) > MAX_LINE_BYTES for line in lines):
             raise ValueError(f"more than {MAX_LINES} figures, or longer than {MAX_LINE_BYTES} bytes")
-        text = b"\n".join([*lines, b""]).decode()
-        return cls({(sample.name, frozenset(sample.labels.items())): sample.value
-                    for family in text_string_to_metric_families(text) for sample in family.samples
-                    if math.isfinite(sample.value)}, at_s)
+        samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for family in text_string_to_metric_families(b"\n".join([*lines, b""]).decode()):
+            for sample in family.samples:
+                if math.isfinite(sample.value):
+                    samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return cls(samples, at_s)
 
     def values(self, name: str, **labels: str) -> list[float]:
         """Those of all samples of this name and labels."""
-        wanted = labels.items()
-        return [value for (sample, have), value in self._samples.items() if sample == name and wanted <= have]
+        return [value for have, value in self._samples.get(name, ()) if labels.items() <= have.items()]
 
     def sum(self, name: str, **labels: str) -> float:
         """Their sum; 0 where there is none."""
@@ -82,8 +84,8 @@ class EngineFigures:
 
     def degraded(self) -> str:
         """Why the engine says that it is degraded; empty where it is not."""
-        return next((dict(have).get("reason", "") or "degraded" for (sample, have), value in self._samples.items()
-                     if sample == _DEGRADED and value), "")
+        return next((have.get("reason", "") or "degraded" for have, value in self._samples.get(_DEGRADED, ())
+                     if value), "")
 
 
 class FleetRow(msgspec.Struct, kw_only=True, omit_defaults=False):
@@ -161,8 +163,10 @@ class FleetOverview:
         self._members = members
         self._load_of = load_of
         self._about = about
-        self._figures: dict[str, EngineFigures] = {}
+        self._figures: dict[str, EngineFigures] = {}  # of the last reading, by URL
+        self._fields: dict[str, dict[str, float | None]] = {}  # what they show
         self._problems: dict[str, str] = {}
+        self._parsing = asyncio.Lock()  # several threads at once would hold up the loop for longer
         self._body = b""
         self._read_s = -math.inf
         self._task: asyncio.Task[None] | None = None
@@ -187,22 +191,29 @@ class FleetOverview:
         try:
             began_s = asyncio.get_running_loop().time()
             before = {url: one for url, one in self._figures.items() if began_s - one.at_s < FORGOTTEN_S}
-            self._figures, self._problems = {}, {}
+            self._figures, self._fields, self._problems = {}, {}, {}
             try:
                 async with asyncio.timeout(ALL_TIMEOUT_S):
-                    await self._scrape(self._urls())
+                    await self._scrape(self._urls(), before)
             except TimeoutError:
                 logger.debug("the metrics of some engines were not read in %g s", ALL_TIMEOUT_S)
-            members = {_url_of(member) or member.address: member for member in self._members()}
-            workers = [*self._workers, *self._workers.leaving]
-            rows = [self._row_of(worker, members.get(worker.url), before) for worker in workers]
-            known = {worker.url for worker in workers}
-            rows += [self._row_of_member(url, member, before) for url, member in members.items() if url not in known]
-            rows.sort(key=lambda row: (row.well, row.role == Role.PREFILL.value, row.url))
+            rows = await self._make_rows()
             self._body = msgspec.json.encode({**self._about(), "engines": len(rows), "rows": rows[:MAX_ROWS]})
             self._read_s = asyncio.get_running_loop().time()
         finally:
             self._task = None
+
+    async def _make_rows(self) -> list[FleetRow]:
+        members = {_url_of(member) or member.address: member for member in self._members()}
+        workers = [*self._workers, *self._workers.leaving]
+        others = [(url, members[url]) for url in members.keys() - {worker.url for worker in workers}]
+        rows: list[FleetRow] = []
+        for start in range(0, max(len(workers), len(others)), ROWS_A_TURN):
+            turn = slice(start, start + ROWS_A_TURN)
+            rows += [self._row_of(worker, members.get(worker.url)) for worker in workers[turn]]
+            rows += [self._row_of_member(url, member) for url, member in others[turn]]
+            await asyncio.sleep(0)
+        return sorted(rows, key=lambda row: (row.well, row.role == Role.PREFILL.value, row.url))
 
     def _urls(self) -> list[str]:
         """Whose metrics are read: of a large fleet, those of MAX_READ engines."""
@@ -210,18 +221,18 @@ class FleetOverview:
         urls |= dict.fromkeys(filter(None, map(_url_of, self._members())))
         return list(urls)[:MAX_READ]
 
-    async def _scrape(self, urls: list[str]) -> None:
+    async def _scrape(self, urls: list[str], before: Mapping[str, EngineFigures]) -> None:
         waiting = iter(urls)
 
         async def work() -> None:
             for url in waiting:
-                await self._scrape_one(url)
+                await self._scrape_one(url, before.get(url))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(READERS, len(urls))):
                 group.create_task(work())
 
-    async def _scrape_one(self, url: str) -> None:
+    async def _scrape_one(self, url: str, before: EngineFigures | None) -> None:
         try:
             async with asyncio.timeout(READ_TIMEOUT_S), self._session.get(
                     f"{url}/metrics", headers=self._headers, allow_redirects=False) as response:
@@ -229,7 +240,8 @@ class FleetOverview:
             if response.status != 200:
                 raise ConnectionError(str(response.status))
             now_s = asyncio.get_running_loop().time()
-            self._figures[url] = await asyncio.to_thread(EngineFigures.of, body, now_s)
+            async with self._parsing:
+                self._figures[url], self._fields[url] = await asyncio.to_thread(_read_page, body, now_s, before)
         except TimeoutError:
             self._problems[url] = f"no answer in {READ_TIMEOUT_S:g} s"
         except (OSError, ValueError, *UNREADABLE) as error:
@@ -238,15 +250,11 @@ class FleetOverview:
             logger.debug("unexpected error while the metrics of %s are read", url, exc_info=True)
             self._problems[url] = repr(error)
 
-    def _figures_of(self, url: str, before: Mapping[str, EngineFigures]) -> dict[str, float | None]:
-        now = self._figures.get(url)
-        return {} if now is None else figures_of(before.get(url), now)
-
-    def _row_of(self, worker: RouterWorker, member: Member | None, before: Mapping[str, EngineFigures]) -> FleetRow:
+    def _row_of(self, worker: RouterWorker, member: Member | None) -> FleetRow:
         role = member.role if member is not None else Role.PREFILL if worker.prefills else Role.DECODE
         load, age_s = self._load_of(worker.url)
         fields = load_shown(load) if load is not None and age_s < FORGOTTEN_S else {}
-        fields |= self._figures_of(worker.url, before)
+        fields |= self._fields.get(worker.url, {})
         state, why = self._state_of(worker)
         return FleetRow(engine=_shown(worker.incarnation or ""), url=_shown(worker.url),
                         role=role.value, source=worker.source.value, state=state, why=_shown(why),
@@ -278,9 +286,9 @@ class FleetOverview:
         problem = self._problems.get(url) or ("" if url in self._figures else "not read")
         return problem and f"its metrics: {problem}"
 
-    def _row_of_member(self, url: str, member: Member, before: Mapping[str, EngineFigures]) -> FleetRow:
+    def _row_of_member(self, url: str, member: Member) -> FleetRow:
         """An engine of the registry that is no worker; `url` is its address where it has no URL."""
-        fields = {"running": member.load.running, "waiting": member.load.waiting, **self._figures_of(url, before)}
+        fields = {"running": member.load.running, "waiting": member.load.waiting, **self._fields.get(url, {})}
         own = self._own_state(url)
         if own is not None:
             state, why = own
@@ -294,6 +302,13 @@ class FleetOverview:
                         state=state, why=_shown(why), well=state == "registered", **fields)
 
 
+def _read_page(page: bytes, at_s: float,
+               before: EngineFigures | None) -> tuple[EngineFigures, dict[str, float | None]]:
+    """For a thread: what is on a page of metrics, and what of it is shown. Raises ValueError."""
+    now = EngineFigures.of(page, at_s)
+    return now, figures_of(before, now)
+
+
 def _url_of(member: Member) -> str | None:
     """Its base URL as the router writes it; None where it has none."""
     try:
@@ -304,5 +319,7 @@ def _url_of(member: Member) -> str | None:
 
 def _shown(text: str) -> str:
     """Without what moves a cursor or changes the direction of text; bounded."""
-    text = "".join(one if one.isprintable() else "?" for one in text[:MAX_CHARS + 1])
+    text = text[:MAX_CHARS + 1]
+    if not text.isprintable():
+        text = "".join(one if one.isprintable() else "?" for one in text)
     return text if len(text) <= MAX_CHARS else text[:MAX_CHARS - 3] + "..."

@@ -78,7 +78,7 @@ function show(fleet) {
   at("summary").textContent = `${fleet.engines} engines${more}, ${well} well; policy ${fleet.policy}; ` +
     `${fleet.open_requests} open requests; read at ${new Date().toLocaleTimeString()}`;
   const wrong = [["registry", fleet.registry], ["tokenizer", fleet.tokenizer], ...Object.entries(fleet.discovery)]
-    .filter(([, problem]) => problem !== "ok" && problem !== "not loaded").map(([what, problem]) => `${what}: ${problem}`);
+    .filter(([, problem]) => problem !== "ok" && problem !== "not loaded").map(pair => pair.join(": "));
   at("problem").textContent = wrong.join("; ");
 }
 
