@@ -9,11 +9,13 @@ import os
 from collections.abc import AsyncIterator
 from functools import partial
 
+import msgspec
 import pytest
 
 from tests.fakes.dns_server import DnsServer, Mood
 from tests.fakes.faulty_engine import FaultyEngine, Served, serving
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol import messages as m
 from vllm_pd.router import discovery
 from vllm_pd.router.app import RouterApp
 from vllm_pd.router.discovery import WatchedFile
@@ -24,6 +26,7 @@ from vllm_pd.rpc.addresses import url_of
 from vllm_pd.rpc.ports import take_free
 
 NAME = "engines.test"
+FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
 QUICK_DNS = {"dns_period_s": 0.1, "dns_timeout_s": 0.6, "file_period_s": 0.05}
 
 
@@ -212,6 +215,27 @@ async def test_an_operator_removes_a_worker_that_dns_still_names():
             await answered(server, 8)
             server.zone[(NAME, "A")] = ["127.0.0.1", "127.0.0.2"]
             await served.until(lambda: len(ups(served)) == 2)
+
+
+async def test_an_engine_that_drains_or_prefills_by_the_registry_gets_no_requests():
+    async with DnsServer() as server, engines_at("127.0.0.1", "127.0.0.2", "127.0.0.3") as engines:
+        server.zone = {(NAME, "A"): ["127.0.0.1", "127.0.0.2", "127.0.0.3"]}
+        async with by_dns(server, f"{NAME}:{engines[0].port}") as served:
+            await served.until(lambda: len(ups(served)) == 3)
+            update = served.router._membership.update
+            roles = (m.Role.BOTH, m.Role.PREFILL, m.Role.DECODE)
+            members = [m.Member(f"e{number}", role, f"tcp://127.0.0.1:{number + 1}", FINGERPRINT, http=engine.url + "/",
+                                draining=number == 0)
+                       for number, (engine, role) in enumerate(zip(engines, roles, strict=True))]
+            update(members, 0.0)
+            await served.until(lambda: known(served) == {engines[2].url})
+            await answered(server, 6)
+            assert known(served) == {engines[2].url}
+            again = msgspec.structs.replace(members[0], incarnation="again", draining=False)
+            update([again, *members], 1.0)  # its last life is still in the registry
+            await served.until(lambda: ups(served) == {engines[0].url, engines[2].url})
+            update([], 2.0)
+            await served.until(lambda: len(ups(served)) == 3)
 
 
 def replace(path, text: str) -> None:

@@ -55,7 +55,7 @@ class RouterApp:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
-        self._discovery = Discovery(self.options, self.workers, self.metrics)
+        self._discovery = Discovery(self.options, self.workers, self.metrics, lambda: self._membership.unwanted)
         self.errors = RouterErrors(self.workers)
         self.max_clients = min(self.options.max_connections, descriptors.for_clients(self.options.broker is not None))
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)

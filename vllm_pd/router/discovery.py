@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import os
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 
@@ -191,12 +191,14 @@ class NoWorkers(ConfigError):
 
 
 class Discovery:
-    """Adds and removes the workers that the sources name. Belongs to the router's event loop. Raises ConfigError for a
-    file that exists and can't be used."""
+    """Adds and removes the workers that the sources name. `unwanted` returns URLs that are not to join, whoever names
+    them. Belongs to the router's event loop. Raises ConfigError for a file that exists and can't be used."""
 
-    def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics) -> None:
+    def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics,
+                 unwanted: Callable[[], Collection[str]]) -> None:
         self._options = options
         self._workers = workers
+        self._unwanted = unwanted
         self._dns = [_DnsQuestions(parse_dns("--worker-dns", text), options, metrics) for text in options.worker_dns]
         self._file = WatchedFile(options.workers_file) if options.workers_file is not None else None
         self._file_view = SourceView()
@@ -253,12 +255,13 @@ class Discovery:
         """Add and remove workers so that they fit what the sources name."""
         named = self._named()
         self._dismissed &= named.keys()
+        wanted = named.keys() - self._dismissed - set(self._unwanted())
         for worker in self._workers:
-            if worker.source in _DISCOVERED and worker.url not in named:
-                logger.info("worker %s has left: %s names it no more", worker.url, worker.source.value)
+            if worker.source in _DISCOVERED and worker.url not in wanted:
+                logger.info("worker %s, known by %s, has left", worker.url, worker.source.value)
                 self._workers.remove(worker.url)
         refused = False
-        for url in sorted(named.keys() - self._dismissed):
+        for url in sorted(wanted):
             if self._workers.get(url) is None:
                 refused = self._workers.add(url, named[url]) is None
                 if refused:

@@ -77,8 +77,9 @@ function show(fleet) {
   const more = fleet.engines > fleet.rows.length ? `, of which ${fleet.rows.length} are shown` : "";
   at("summary").textContent = `${fleet.engines} engines${more}, ${well} well; policy ${fleet.policy}; ` +
     `${fleet.open_requests} open requests; read at ${new Date().toLocaleTimeString()}`;
-  const wrong = [["registry", fleet.registry], ["tokenizer", fleet.tokenizer], ...Object.entries(fleet.discovery)]
-    .filter(([, problem]) => problem !== "ok" && problem !== "not loaded").map(pair => pair.join(": "));
+  const wrong = [["registry: ", fleet.registry], ["tokenizer: ", fleet.tokenizer],
+                 ...Object.values(fleet.discovery).map(problem => ["", problem])]
+    .filter(([, problem]) => problem !== "ok" && problem !== "not loaded").map(pair => pair.join(""));
   at("problem").textContent = wrong.join("; ");
 }
 
