@@ -121,7 +121,8 @@ class _DnsQuestions(_Source):
         failed = ""
         for (kind, view), answer in zip(self.views.items(), answers, strict=True):
             if isinstance(answer, BaseException):
-                if not isinstance(answer, (dns.exception.DNSException, OSError, ConfigError)):
+                expected = isinstance(answer, (dns.exception.DNSException, OSError, ConfigError))
+                if not expected and self.state is not SourceState.FAILED:
                     logger.error("unexpected error while %s is looked up", self._source.name, exc_info=answer)
                 failed = failed or f"{self.text}: {kind} can't be looked up ({_brief(answer)})"
             else:
