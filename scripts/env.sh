@@ -15,7 +15,7 @@
 # The first time takes a few minutes, afterwards about a second. Interrupted, it can simply be sourced again. On failure it says
 # why and returns non-zero; your shell lives. Removing the cache folder undoes everything but the system packages.
 # VLLM_PD_ENGINE=v1 makes and enters the environment with stock vLLM and our plugin instead of the patched vLLM (v0, the default).
-# VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH. Without patch, spin, nft, ip and promtool some tests are skipped.
+# VLLM_PD_PYTHON names another Python 3.11 than the `python3.11` on the PATH. Without patch, spin, nft, ip, promtool and chromium some tests are skipped.
 
 _vllm_pd_python() { # refuses what is no Python 3.11; where there is no python3.11, it is a missing package
     local python=${VLLM_PD_PYTHON:-python3.11} found

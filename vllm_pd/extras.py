@@ -14,7 +14,8 @@ ENGINE_INSTALL = f'pip install "vllm==0.32.*" "{PLUGIN}[engine]"'
 PATCHED_MARK = "+pd"  # in the version of the patched vllm
 MODULES = {  # by extra: what is imported. The patched vllm requires all of it
     "engine": ("nixl", "httptools"),
-    "router": ("uvicorn", "httptools", "aiohttp", "aiohappyeyeballs", "prometheus_client", "tokenizers", "jinja2"),
+    "router": ("uvicorn", "httptools", "aiohttp", "aiohappyeyeballs", "prometheus_client", "tokenizers", "jinja2",
+               "dns"),
     "nats": ("nats", "nkeys"),
     "bench": ("uvloop", "httptools", "numpy", "prometheus_client", "transformers"),
 }

@@ -56,6 +56,8 @@ class FaultyEngine:
         self.survives = False  # what kills others
         self.params: object = None  # `kv_transfer_params` of its whole answers, if it is a prefill engine
         self.refuses = Fault.NONE  # what a request with "refuse me" in it gets
+        self.page: str | None = None  # of /metrics, in place of what `generated` has
+        self.metrics_read = 0
         self.generated: Iterator[int] | None = None  # on /metrics; at its end 404; None: silent if `sick` is HANG
         self.notices: list[tuple[int, dict]] = []  # answers to GET /pd/events, the last for ever; else 404
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
@@ -196,6 +198,10 @@ class FaultyEngine:
         return chunk(writer, b"")
 
     async def _metrics(self, reader, writer) -> bool:
+        self.metrics_read += 1
+        if self.page is not None:
+            writer.write(f"HTTP/1.1 200 X\r\ncontent-length: {len(self.page.encode())}\r\n\r\n{self.page}".encode())
+            return True
         if self.generated is None and self.sick is Fault.HANG:
             return await self._stay_silent(reader)
         tokens = next(self.generated or iter(()), None)

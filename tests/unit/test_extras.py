@@ -18,7 +18,7 @@ from vllm_pd.ops import for_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["vllm-pd"]
-DISTRIBUTIONS = {"nats": "nats-py", "zmq": "pyzmq"}  # whose module has another name
+DISTRIBUTIONS = {"dns": "dnspython", "nats": "nats-py", "zmq": "pyzmq"}  # whose module has another name
 WITHOUT_EXTRA = {"msgspec", "pyzmq", "psutil", "typer", "rich", "xxhash", "packaging"}
 
 

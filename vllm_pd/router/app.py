@@ -15,10 +15,13 @@ from vllm_pd.frontend.access import has_key, objection
 from vllm_pd.router import descriptors, responses
 from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
 from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
+from vllm_pd.router.discovery import Discovery
 from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.overview import FleetOverview
+from vllm_pd.router.page import PAGE
 from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.probe import GenerationProbes
@@ -52,6 +55,7 @@ class RouterApp:
         self.options = options.checked()
         self.metrics = RouterMetrics()
         self.workers = Workers(self.metrics, self.options.max_in_flight)
+        self._discovery = Discovery(self.options, self.workers, self.metrics, lambda: self._membership.unwanted)
         self.errors = RouterErrors(self.workers)
         self.max_clients = min(self.options.max_connections, descriptors.for_clients(self.options.broker is not None))
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
@@ -79,10 +83,14 @@ class RouterApp:
         self.proxy = RouterProxy(options, self.workers, self.placer, self.worker_client, self.metrics,
                                  self.errors, self._via)
         self._membership = Membership(options, self.workers, self.metrics)
+        key = options.key_for_workers
+        self._overview = FleetOverview(self.workers, session, {} if key is None else {"Authorization": f"Bearer {key}"},
+                                       lambda: self._membership.members, self.subscriptions.load_of, self._about)
         self.workers.on_join.append(self.probes.watch)
         self.workers.on_leave.append(self.subscriptions.unsubscribe)
         self.workers.on_end += [self.probes.forget, self._close_connections]
         self._membership.start()
+        self._discovery.start()
         self._running = True
 
     async def close(self) -> None:
@@ -90,6 +98,8 @@ class RouterApp:
         if not self._running:
             return
         self._running = False
+        await self._overview.close()
+        await self._discovery.close()
         await self._membership.close()
         await self.probes.close()
         await self.subscriptions.close()
@@ -233,8 +243,7 @@ class RouterApp:
             events = self.subscriptions.as_json()
             return RouterResponse.of_json({
                 "workers": [{**worker.as_json(), "events": events.get(worker.url)} for worker in self.workers],
-                "policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
-                "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")})
+                **self._about()})
         try:
             with BodyBudget(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
                 body = await _read_body(receive, scope["headers"], held)
@@ -243,6 +252,7 @@ class RouterApp:
         try:
             url = msgspec.json.decode(body, type=_WorkerBody).url
             if scope["method"] == "DELETE":
+                self._discovery.dismiss(url)
                 known = self._membership.remove(url)
                 return (RouterResponse.of_json({"removed": url}) if known else
                         self.errors.response(HTTPStatus.NOT_FOUND, f"there is no worker {url}"))
@@ -255,17 +265,33 @@ class RouterApp:
             return self.errors.response(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
         return RouterResponse.of_json(worker.as_json(), HTTPStatus.CREATED)
 
+    async def _page(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        return PAGE
+
+    async def _fleet(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        refused = self._refused(scope)
+        if refused is not None:
+            return refused
+        return RouterResponse(200, await self._overview.page(), [(b"content-type", b"application/json"),
+                                                                 (b"cache-control", b"no-store")])
+
+    def _about(self) -> dict[str, Any]:
+        """What an operator sees of the router itself."""
+        return {"policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
+                "discovery": self._discovery.as_json(), "open_requests": len(self._open),
+                "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")}
+
     def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
-        """The error for a request to /workers that is not allowed, else None. A change needs the operator's key, as
-        engines get the prompts of all clients and the workers' key. Without --operator-key and --api-key it must come
-        from this machine, as for the engines' operator routes. With --api-key alone it is never allowed, as a request
-        that comes through a proxy on this machine may look like one from here."""
+        """The error for a request to /workers or /fleet that is not allowed, else None. A change needs the operator's
+        key, as engines get the prompts of all clients and the workers' key. Without --operator-key and --api-key it
+        must come from this machine, as for the engines' operator routes. With --api-key alone it is never allowed, as a
+        request that comes through a proxy on this machine may look like one from here."""
         headers, operator_key = scope["headers"], self.options.operator_key
         if operator_key is not None and has_key(_authorization(headers), (operator_key, )):
             return None
         if not self._has_key(headers):
             return RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
-        if scope["method"] == "GET":
+        if scope["method"] in ("GET", "HEAD"):
             return None
         if operator_key is not None:
             problem: str | None = "this needs the key of --operator-key: send it in Authorization: Bearer KEY"
@@ -301,6 +327,8 @@ _OWN_ROUTES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "/load": (("GET", "HEAD"), RouterApp._load),
     "/metrics": (("GET", "HEAD"), RouterApp._metrics_page),
     "/workers": (("GET", "POST", "DELETE"), RouterApp._workers),
+    "/": (("GET", "HEAD"), RouterApp._page),
+    "/fleet": (("GET", "HEAD"), RouterApp._fleet),
 }
 
 

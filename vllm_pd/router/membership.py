@@ -31,8 +31,9 @@ MAX_DISMISSED = 4096
 
 
 class Membership:
-    """Adds and removes workers. `problem` says why the registry can't be read; empty where it can. Belongs to the
-    router's event loop."""
+    """Adds and removes workers. `problem` says why the registry can't be read; empty where it can. `members`: the
+    engines in it that can be reached, of any role; `unwanted`: the URLs of those among them that must get no clients'
+    requests, whoever else names them. Belongs to the router's event loop."""
 
     def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics) -> None:
         self._options = options
@@ -46,6 +47,8 @@ class Membership:
         self._elsewhere: tuple[str, ...] = ()
         self._unreachable: tuple[str, ...] = ()
         self.problem = ""
+        self.members: tuple[Member, ...] = ()
+        self.unwanted: frozenset[str] = frozenset()
 
     def start(self) -> None:
         """Add the static workers, and begin to follow the registry."""
@@ -88,14 +91,23 @@ class Membership:
 
     def update(self, members: list[Member], now_s: float) -> None:
         """Add and remove workers so that they fit the registry's present `members`."""
-        wanted: dict[str, Member] = {}
         members = self._reachable(members)
-        for member in members:
-            if member.http and self._has_use_for(member) and not member.draining:
-                try:
-                    wanted[parse_worker("http", member.http)] = member
-                except ConfigError as error:
+        self.members = tuple(members)
+        wanted: dict[str, Member] = {}
+        unwanted: set[str] = set()
+        for member in filter(lambda member: member.http, members):
+            is_wanted = self._has_use_for(member) and not member.draining
+            try:
+                url = parse_worker("http", member.http)
+            except ConfigError as error:
+                if is_wanted:
                     logger.warning("engine %s can't be reached: %s", member.incarnation, error)
+                continue
+            if is_wanted:
+                wanted[url] = member
+            if not is_wanted or not member.role.decodes:
+                unwanted.add(url)
+        self.unwanted = frozenset(url for url in unwanted if url not in wanted or not wanted[url].role.decodes)
         present = {member.incarnation for member in members}
         taken = {member.http.rstrip("/") for member in members if member.http} - wanted.keys()
         for url, member in wanted.items():

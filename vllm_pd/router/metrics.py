@@ -61,6 +61,8 @@ class RouterMetrics:
         self.connections = gauge("vllm:pd_router_connections", "Connections of clients.")
         self.body_bytes = gauge("vllm:pd_router_body_bytes", "Bytes of the bodies of open requests.")
         self.registry_silent = gauge("vllm:pd_router_registry_silent", "1 while the broker does not answer.")
+        self.source_problem = gauge("vllm:pd_router_source_problem", "1 while a source of workers, DNS or a file, "
+                                    "can't be read or names none.", ["source"])
         self._of: dict[str, set[tuple[_Labelled, tuple[str, ...]]]] = {}  # by worker: its time series
         self.indexes = IndexCollector()
         self.registry.register(self.indexes)

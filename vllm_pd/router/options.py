@@ -21,11 +21,15 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 OPERATOR_KEY_VARIABLE = "VLLM_PD_OPERATOR_KEY"
 NO_TOKENIZER = "none"
 MAX_TRIES = 3
+MAX_DNS_NAMES = 16
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
+_EXAMPLE_DNS = "engines.default.svc.cluster.local:8000, or srv:_http._tcp.engines.default.svc.cluster.local"
+_SRV = re.compile(r"_(?P<service>[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)\._tcp\.(?P<name>.+)", re.IGNORECASE)
+MAX_NAME_CHARS = 253
 _ENDPOINT = re.compile(r"tcp://[^,/]+:0*[1-9]\d*|ipc://[^,]+")
 _POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "registry_period_s",
              "expected_s", "retry_after_s", "header_timeout_s", "body_timeout_s", "write_timeout_s", "idle_timeout_s",
-             "prefill_timeout_s")
+             "prefill_timeout_s", "dns_period_s", "dns_timeout_s", "file_period_s")
 _COUNTS = {"max_in_flight": 1, "max_body_bytes": 1, "tokenize_threads": 1, "max_connections": 1, "max_bodies_bytes": 1}
 
 
@@ -33,6 +37,16 @@ class RequestOrder(StrEnum):
     """Which engine gets a request first."""
     DECODE_FIRST = "decode-first"  # it asks a prefill engine itself, or does not
     PREFILL_FIRST = "prefill-first"  # its answer says where the KV is, which the decode engine gets with the request
+
+
+@dataclass(frozen=True)
+class DnsSource:
+    """What one --worker-dns asks for. `text`: as it was written. `port` is None where the name is asked for SRV, whose
+    answers have the ports. `scheme`: of the workers' URLs."""
+    text: str
+    name: str
+    port: int | None
+    scheme: str = "http"
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,16 @@ class RouterOptions:
     host: Annotated[str, Option("The address to listen at; beyond the loopback it needs --api-key.")] = "127.0.0.1"
     workers: Annotated[tuple[str, ...], Option(
         "The base URL of an engine, like http://127.0.0.1:8001; may be repeated.", flag="--worker")] = ()
+    worker_dns: Annotated[tuple[str, ...], Option(
+        "A DNS name of decode engines, each of whose addresses is one, like NAME:8000 for a headless service of "
+        "Kubernetes, or srv:_http._tcp.NAME, whose SRV records have the ports; looked up again every 5 s; may be "
+        "repeated.", metavar="NAME:PORT|srv:NAME")] = ()
+    dns_server: Annotated[str | None, Option(
+        "The address of the server for --worker-dns, and its port if it is not 53. Default: those of "
+        "/etc/resolv.conf.", metavar="ADDRESS[:PORT]")] = None
+    workers_file: Annotated[str | None, Option(
+        "A file with the base URL of a decode engine on each line, read again when it has changed.",
+        metavar="PATH")] = None
     events: Annotated[tuple[str, ...], Option(
         "Where the KV events of that engine are, if it has no /pd/events to ask, like a stock vLLM; may be repeated, "
         "also for each data-parallel rank.", flag="--worker-events", metavar="URL=EVENTS[,REPLAY]")] = ()
@@ -96,6 +120,9 @@ class RouterOptions:
     registry_period_s: float = 1.0
     registry_timeout_s: float = 5.0
     registry_patience_s: float = 10.0  # a registered engine may be missing from the registry for so long
+    dns_period_s: float = 5.0
+    dns_timeout_s: float = 3.0  # of one question to all servers together
+    file_period_s: float = 1.0
     expected_s: float = 5.0
 
     def checked(self) -> "RouterOptions":
@@ -126,11 +153,28 @@ class RouterOptions:
         self.access.load_keys()  # raises for a file that is none
         if self.broker is not None:
             _check_broker(self.broker, self.access)
+        self._check_dns()
         for value in self.events:
             parse_events("--worker-events", value)
         order = _parse_order(self.order, prefill_workers, self.broker)
         return dataclasses.replace(self, host=host, workers=workers, prefill_workers=prefill_workers, order=order,
                                    api_key=api_key, operator_key=operator_key)
+
+    def _check_dns(self) -> None:
+        sources = [parse_dns("--worker-dns", value) for value in self.worker_dns]
+        if len(sources) > MAX_DNS_NAMES:
+            raise ConfigError("--worker-dns", self.worker_dns[MAX_DNS_NAMES], f"write {MAX_DNS_NAMES} names at most")
+        for number, source in enumerate(sources):
+            if source in sources[:number]:
+                raise ConfigError("--worker-dns", source.text, "it is given twice: write each name once")
+            if source.port is None and self.broker is not None:
+                raise ConfigError("--worker-dns", source.text, "SRV records name engines, and the registry has their "
+                                  "addresses, so one engine would count as two: leave out --broker or this name")
+        if self.dns_server is not None:
+            parse_dns_server("--dns-server", self.dns_server)
+            if not sources:
+                raise ConfigError("--dns-server", self.dns_server, "no name is looked up: add --worker-dns, or leave "
+                                  "it out")
 
     @property
     def key_for_workers(self) -> str | None:
@@ -163,6 +207,62 @@ def parse_events(key: str, value: str) -> tuple[str, str, str | None]:
         raise ConfigError(key, value, f"write it like {_EXAMPLE_WORKER}=tcp://127.0.0.1:5557,tcp://127.0.0.1:5558 "
                           "(the endpoint of its events, and that of their replay, if it has one)")
     return parse_worker(key, url), events, replay or None
+
+
+def parse_dns(key: str, value: str) -> DnsSource:
+    """What `NAME:PORT` or `srv:_SERVICE._tcp.NAME` asks for. Raises ConfigError naming `key`."""
+    cure = f"write it like {_EXAMPLE_DNS}"
+    kind, colon, rest = value.partition(":")
+    if colon and kind == "srv":
+        found = _SRV.fullmatch(rest)
+        if found is None or not is_dns_name(found["name"], len(rest)):
+            raise ConfigError(key, value, cure)
+        return DnsSource(value, rest.lower(), None, "https" if found["service"].lower() == "https" else "http")
+    name, _, port = value.rpartition(":")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        raise ConfigError(key, value, f"it needs a port, 1 to 65535: {cure}")
+    if not is_dns_name(name, len(name)):
+        address = _is_address(name)
+        raise ConfigError(key, value, f"{name} is an address: write --worker http://{value}" if address else cure)
+    return DnsSource(value, name.lower(), int(port))
+
+
+def parse_dns_server(key: str, value: str) -> tuple[str, int]:
+    """(address, port) of `ADDRESS` or `ADDRESS:PORT`; one of IPv6 may have brackets, and needs them with a port.
+    Raises ConfigError naming `key`."""
+    if _is_address(value):
+        return value, 53
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::([0-9]{1,5}))?", value)
+    address, port = ((found[1] or found[2]), int(found[3] or 53)) if found is not None else ("", 0)
+    if not _is_address(address) or bool(found[1]) is not (":" in address) or not 1 <= port <= 65535:
+        raise ConfigError(key, value, "write an address, like 10.96.0.10, 127.0.0.1:8600 or [fd00::a]:53")
+    return address, port
+
+
+def parse_worker_lines(key: str, text: str) -> tuple[str, ...]:
+    """The workers' URLs in a file with one on each line. What follows a `#` that begins a line or comes after a blank
+    is a comment. Raises ConfigError that names `key`, the line and the cure."""
+    urls: dict[str, None] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        url = re.sub(r"(^|\s)#.*", "", line).strip()
+        if url:
+            urls[parse_worker(f"{key}, line {number}", url)] = None
+    return tuple(urls)
+
+
+def is_dns_name(name: str, chars: int) -> bool:
+    """Whether this is the name of a host, perhaps with a dot at its end. `chars`: the length of all that is asked
+    for."""
+    bare = name.removesuffix(".")
+    return chars <= MAX_NAME_CHARS and is_name(bare) and max(map(len, bare.split("."))) <= 63
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return False
+    return "[" not in text
 
 
 def _parse_workers(key: str, urls: tuple[str, ...], others: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ class WorkerSource(Enum):
     STATIC = "static"  # the command line
     REGISTRY = "registry"
     OPERATOR = "operator"  # POST /workers
+    DNS = "dns"
+    FILE = "file"
 
 
 class WorkerFailure(StrEnum):
@@ -239,6 +241,11 @@ class Workers:
     def get(self, url: str) -> RouterWorker | None:
         """The worker with this URL; None where there is none or it leaves."""
         return self._workers.get(url)
+
+    @property
+    def leaving(self) -> list[RouterWorker]:
+        """Those that were removed and still have open requests."""
+        return list(self._leaving)
 
     @property
     def has_choice(self) -> bool:
