@@ -84,7 +84,7 @@ def test_the_engines_that_the_broker_knows(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("answer, said", [
     (Reply({"a": 1}, 404), "without disaggregation"), (Reply({"a": 1}, 403), "--api-key"),
     (Reply({"a": 1}, 500), "answers 500"), (Reply({"ranks": 7}), "Expected `array`"),
-    (Reply({"ranks": [{"incarnation": D, "prompts": [{"request_id": "r"}]}]}), "age_s")])
+    (Reply({"ranks": [{"incarnation": D, "prompts": [{"request_id": "r"}]}]}), "required field")])
 def test_an_engine_that_says_nothing_useful_is_named_once_and_the_others_are_read(monkeypatch, capsys, tmp_path, answer,
                                                                                   said):
     output = tmp_path / "x.json"

@@ -63,7 +63,7 @@ def test_a_peer_that_was_not_read_has_its_jobs_all_the_same():
 def test_what_stays_is_a_moment_and_what_is_open_goes_on_to_the_end():
     timeline = Timeline(BEGAN)
     timeline.add("http://a:1", page(
-        ReportedPrompt("cmpl-s-0", 1.0, decision="local", reason="threshold"),
+        ReportedPrompt(5, "local", "threshold", request_id="cmpl-s-0", age_s=1.0),
         handed_over(parked_s=None, first_step_s=None, outcome="", timings=StageTimes(), peer="")), 1005.0, 1005.0)
     timeline.add("http://a:1", page(), 1009.0, 1009.0)
     (moment, ) = events_of(timeline, "i")
@@ -123,7 +123,7 @@ def test_only_so_many_prompts_are_kept(monkeypatch):
 
 SECONDS = st.floats(0, 20)
 PROMPTS = st.builds(
-    ReportedPrompt, request_id=st.sampled_from(["a", "b", "c", "d"]), age_s=SECONDS,
+    ReportedPrompt, tokens=st.just(9), reason=st.just("length"), request_id=st.sampled_from(["a", "b", "c", "d"]), age_s=SECONDS,
     decision=st.sampled_from(["remote", "local"]), outcome=st.sampled_from(["", "done", "failed"]),
     peer=st.sampled_from(["", P, D]), parked_s=st.none() | SECONDS, first_step_s=st.none() | SECONDS,
     timings=st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS, st.just(1), st.booleans()))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_pd.ops.printing import printable
-from vllm_pd.ops.trial import StageTimes
+from vllm_pd.ops.trial import PromptReport
 from vllm_pd.protocol.messages import MAX_ID_CHARS, MAX_PROMPTS
 
 MAX_KEPT = 100_000  # prompts of one timeline
@@ -31,21 +31,10 @@ _STAGES = ("queue", "claim", "prefill", "transfer")
 _US = 1e6
 
 
-class ReportedPrompt(msgspec.Struct, frozen=True):
-    """A `protocol.messages.PromptRecord`, as `/pd/prompts` shows it. One of a later release may have more."""
+class ReportedPrompt(PromptReport, frozen=True, kw_only=True):
+    """One of the prompts of `/pd/prompts`: what `/pd/prompts/NAME` says of it, and how long ago it was decided about."""
     request_id: str
     age_s: float
-    tokens: int = 0
-    cached_tokens: int = 0
-    decision: str = ""
-    reason: str = ""
-    attempts: int = 0
-    peer: str = ""
-    outcome: str = ""
-    detail: str = ""
-    timings: StageTimes = StageTimes()
-    parked_s: float | None = None
-    first_step_s: float | None = None
 
 
 class ReportedRank(msgspec.Struct, frozen=True):
