@@ -123,7 +123,8 @@ def test_only_so_many_prompts_are_kept(monkeypatch):
 
 SECONDS = st.floats(0, 20)
 PROMPTS = st.builds(
-    ReportedPrompt, tokens=st.just(9), reason=st.just("length"), request_id=st.sampled_from(["a", "b", "c", "d"]), age_s=SECONDS,
+    ReportedPrompt, tokens=st.just(9), reason=st.just("length"), age_s=SECONDS,
+    request_id=st.sampled_from(["a", "b", "c", "d"]),
     decision=st.sampled_from(["remote", "local"]), outcome=st.sampled_from(["", "done", "failed"]),
     peer=st.sampled_from(["", P, D]), parked_s=st.none() | SECONDS, first_step_s=st.none() | SECONDS,
     timings=st.builds(StageTimes, SECONDS, SECONDS, SECONDS, SECONDS, st.just(1), st.booleans()))

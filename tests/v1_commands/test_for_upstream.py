@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B50: what is proposed to upstream applies to the newest release as it is, is signed off, and has tests that pass there
-and fail without it."""
+"""B50: what is proposed to upstream applies to the newest release as it is, is signed off, and has tests that pass with
+it and fail without."""
 import os
 import re
 import subprocess

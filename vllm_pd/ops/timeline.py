@@ -32,7 +32,7 @@ _US = 1e6
 
 
 class ReportedPrompt(PromptReport, frozen=True, kw_only=True):
-    """One of the prompts of `/pd/prompts`: what `/pd/prompts/NAME` says of it, and how long ago it was decided about."""
+    """One of `/pd/prompts`: what `/pd/prompts/NAME` says of it, and how long ago it was decided about."""
     request_id: str
     age_s: float
 
