@@ -155,6 +155,17 @@ def for_upstream(args: argparse.Namespace) -> None:
     print(f"{args.dir / 'tree'}: {target.pin.stem} and a branch for each")
 
 
+def dropped(args: argparse.Namespace) -> None:
+    place = args.root / "patches" / proposals.FOLDER
+    wanted, known = proposals.release(place), proposals.conditions(place)
+    patches = folder.patches(folder.load(args.root / "patches"))
+    target = source.release(wanted.version, args.cache, wanted.sha256, "unknown")
+    found = proposals.dropped(patches, known, target)
+    for condition in known:
+        names = found.get(condition.text)
+        print(f"{target.pin.stem}: {'true, drop ' + ', '.join(names) if names else 'not yet'}: {condition.text}")
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--root", type=Path, metavar="DIR", default=Path(__file__).resolve().parent.parent,
@@ -192,6 +203,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     command.add_argument("--try", dest="try_", action="store_true", help="only report what would become of each patch")
     add(for_upstream, "for-upstream", "write the proposals for upstream's newest release, each alone and signed off"
         ).add_argument("dir", type=Path, metavar="DIR")
+    add(dropped, "dropped", "say which patches upstream's newest release makes superfluous, by their Drop-When")
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 from . import diff, verify
 from .errors import Refusal, refuse_all
@@ -18,6 +18,7 @@ from .source import Source
 
 FOLDER = "for_upstream"
 RELEASE = "RELEASE"
+DROP_WHEN = "DROP_WHEN"
 _SHAPES = {"version": re.compile(r"\d+(\.\d+)+"), "sha256": re.compile(r"[0-9a-f]{64}")}
 
 
@@ -125,3 +126,61 @@ def _broken(repo: Repo, patch: Patch) -> List[str]:
             except SyntaxError as error:
                 found.append(f"{patch.name}: {path}:{error.lineno}: {error.msg}")
     return found
+
+
+class Condition(NamedTuple):
+    """What a trailer Drop-When waits for, and how it is seen in a release: `file` is `absent`, or its text has
+    `pattern`, or with `negated` has it no more."""
+    text: str
+    file: str
+    absent: bool
+    negated: bool
+    pattern: str
+
+    def holds(self, content: Optional[str]) -> bool:
+        """Whether it is true, by the content of the file; None: there is no such file. Refuses that where the content
+        was to be read: the file has another name now, and the condition is to be written anew."""
+        if self.absent or content is None:
+            if not self.absent:
+                raise Refusal(f"{DROP_WHEN}: {self.text}: the release has no {self.file}: say where it is seen now")
+            return content is None
+        return bool(re.search(self.pattern, content, re.DOTALL)) is not self.negated
+
+
+def conditions(folder: Path) -> List[Condition]:
+    """All of `DROP_WHEN`. Refuses a line that is none."""
+    path, found = folder / DROP_WHEN, []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise Refusal(f"{path}: cannot read the conditions: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        parts = [part.strip() for part in line.split(" | ", 2)]
+        if len(parts) < 3 or not all(parts):
+            raise Refusal(f"{path}:{number}: expected condition | file | absent, PATTERN or not PATTERN; found "
+                          f"{line!r}")
+        negated = parts[2].startswith("not ")
+        pattern = parts[2][4:] if negated else parts[2]
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise Refusal(f"{path}:{number}: {pattern!r} is no pattern: {error}") from error
+        found.append(Condition(parts[0], parts[1], parts[2] == "absent", negated, pattern))
+    return found
+
+
+def dropped(series: List[Patch], known: List[Condition], source: Source) -> Dict[str, List[str]]:
+    """The conditions that are true in this source, and the patches of the series that wait for each. Refuses a
+    condition on upstream that no patch has, or that a patch has and nobody can see."""
+    waiting: Dict[str, List[str]] = {}
+    for patch in series:
+        waiting.setdefault(patch.trailers["Drop-When"], []).append(patch.name)
+    texts = {one.text for one in known}
+    problems = [f"no patch waits for {text!r}" for text in sorted(texts - waiting.keys())]
+    problems += [f"{', '.join(names)}: nothing says how to see {text!r}" for text, names in waiting.items()
+                 if text.startswith(("upstream", "the V0 engine")) and text not in texts]
+    refuse_all(f"{DROP_WHEN}:", problems)
+    files = {one.path: text(one.data) for one in source.files({one.file for one in known})}
+    return {one.text: waiting[one.text] for one in known if one.holds(files.get(one.file))}

@@ -65,3 +65,12 @@ def test_b50_each_is_one_commit_by_itself_and_is_in_the_docs(written):
     assert len(NAMES) >= 3 and all(f"for_upstream/{name}.patch" in docs for name in NAMES)
     for name in NAMES:
         assert git(written, "rev-list", "--count", f"main..{name}").strip() == "1"
+
+
+def test_b50_the_docs_say_which_patches_the_release_makes_superfluous():
+    said = subprocess.run([sys.executable, str(ROOT / "scripts" / "series.py"), "dropped"], capture_output=True,
+                          text=True, check=True).stdout
+    true = {line.rpartition(": ")[2] for line in said.splitlines() if ": true, drop " in line}
+    assert true == {"the V0 engine is dropped", "upstream checks the future first",
+                    "upstream's CPU backend runs MoE with data parallelism"}, "correct docs/upstreaming.md"
+    assert len(said.splitlines()) > len(true)
