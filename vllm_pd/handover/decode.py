@@ -7,9 +7,9 @@ next step. After an attempt that failed the request waits again, in front, and `
 attempt, on another peer, or for none. Requests that will be prefilled here are given back batch by batch, so that the
 running ones go on. The blocks belong to the scheduler throughout.
 
-Two records hold all that is known: a `RemoteRequest` for as long as its request lives, and a `RemoteAttempt` for as
-long as blocks are set aside for an attempt. A request may have a second attempt while a peer may still write the first
-one's blocks.
+Two records (`vllm_pd.handover.records`) hold all that is known: a `RemoteRequest` for as long as its request lives, and
+a `RemoteAttempt` for as long as blocks are set aside for an attempt. A request may have a second attempt while a peer
+may still write the first one's blocks.
 """
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -30,12 +28,12 @@ from vllm_pd.decisions.measured import DecodeMeasures, StepSpeed
 from vllm_pd.decisions.pace import FallbackPace
 from vllm_pd.decisions.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
 from vllm_pd.handover.progress import ArrivalNotice, Progress
+from vllm_pd.handover.records import AttemptStage, DecodeCapacity, RemoteAttempt, RemoteRequest
 from vllm_pd.protocol.actions import Event, Fallback, FallbackReason, Prefilled, Released, Timed
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.holds import asks_for_hold, named_hold
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.protocol.metaserver import external_id, named_metaserver, posted_name, request_of
-from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferRequest
 
@@ -49,52 +47,6 @@ logger = logging.getLogger("vllm.pd")
 
 KEPT_UNMEASURED = 256  # attempts that are done, and whose timings may still come
 R = TypeVar("R")  # a request, as the engine's scheduler knows it; can be hashed and weakly referenced
-
-
-@dataclass
-class RemoteRequest:
-    """A request that was decided about. Times are those of the monotonic clock, `resumed_at` that of the wall clock."""
-    stays: bool = False  # it is not asked about again
-    began_at: float | None = None  # its first attempt
-    parked_at: float = 0.0  # the last time
-    resumed_at: float | None = None  # scheduled again with its KV
-    attempts: int = 0
-    failed_peers: tuple[str, ...] = ()
-    hold_settled: bool = False  # the hold that it names is claimed, or not wanted
-    hold: Attempt | None = None  # to be claimed when it is parked
-    metaserver: str | None = None  # where the job of its present attempt is posted
-
-
-class AttemptStage(Enum):
-    """What became of an attempt here."""
-    PARKED = "parked"  # its request is parked, and waits for a peer
-    FAILED = "failed"  # it has ended without the KV; its request is parked until its turn
-    LEFT = "left"  # its request was aborted or waits again
-
-
-@dataclass
-class RemoteAttempt:
-    """An attempt with `blocks` set aside for it, beyond its prefix hit, until they may be reused. A peer is to compute
-    so many `tokens`."""
-    request: RemoteRequest
-    blocks: int
-    tokens: int
-    stage: AttemptStage = AttemptStage.PARKED
-    released: bool = False  # no peer will write the blocks any more, but its request has them still
-
-
-@dataclass(frozen=True)
-class DecodeCapacity:
-    """The sizes of a decode engine: those of its groups of blocks, blocks in all, seats, and the tokens of a batch."""
-    rows: BlockRows
-    total_blocks: int
-    total_requests: int
-    batch_tokens: int
-
-    @property
-    def block_size(self) -> int:
-        """The tokens of a block."""
-        return self.rows.block_size
 
 
 class DecodeHandover(ABC, Generic[R]):

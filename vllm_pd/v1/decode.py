@@ -16,11 +16,12 @@ from vllm.v1.request import RequestStatus
 
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.decisions.policy import Decision, Reason
-from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
+from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
+from vllm_pd.handover.records import DecodeCapacity
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.actions import Event
 from vllm_pd.protocol.messages import Attempt
