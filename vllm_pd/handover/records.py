@@ -18,6 +18,7 @@ class RemoteRequest:
     resumed_at: float | None = None  # scheduled again with its KV
     attempts: int = 0
     failed_peers: tuple[str, ...] = ()
+    arrived: bool = False  # a peer has computed it once
     hold_settled: bool = False  # the hold that it names is claimed, or not wanted
     hold: Attempt | None = None  # to be claimed when it is parked
     metaserver: str | None = None  # where the job of its present attempt is posted
