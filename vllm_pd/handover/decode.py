@@ -66,7 +66,7 @@ class DecodeHandover(ABC, Generic[R]):
         # With max_local_prefill_tokens auto only; None: nothing is measured.
         self.measures = DecodeMeasures(capacity.batch_tokens, speed,
                                        config.job_order) if config.decides_by_time else None
-        self.fallbacks: Fallbacks[R] | None = None  # None: they are prefilled here. Set by a binding that lets them wait
+        self.fallbacks: Fallbacks[R] | None = None  # None: each is prefilled here. For a binding that sets it
         self._refused_log_due, self._unlogged = float("-inf"), 0
         self.job_tokens = 0  # of peers' jobs that are to be computed here too
         self.unproven_blocks = 0  # which reads for peers' jobs may still fill

@@ -118,6 +118,8 @@ class ParkedRequests(DecodeHandover["Request"]):
         self.fallbacks.begin_round()
         overdue = self.fallbacks.overdue(now)
         for request in list(self.fallbacks.waiting) if stalled else overdue:
+            if request.status not in _QUEUED:
+                continue  # the store has some of it by now, which is being loaded
             cached_tokens = self._looked_up.get(request.request_id, 0)
             usable, decision = self._decide_with_hit(request, cached_tokens)
             if decision is not None and self.falls_back(request, decision):

@@ -152,8 +152,8 @@ class EngineAccess:
 
     def end_parked(self, others: Callable[[], list[str]] = list) -> None:
         """If this rank shuts down while its lockstep group rests, abort what waits for KV, and `others`, and answer the
-        clients. The other ranks may have ended: they do so once they have no requests. Without them no
-        forward pass is possible."""
+        clients. The other ranks may have ended: they do so once they have no requests. Without them no forward pass is
+        possible."""
         engine = self._engine
         if not engine.is_running() and self._group_rests:
             parked = [*(request.request_id for request in engine.scheduler.kv_holding_waiting), *others()]
