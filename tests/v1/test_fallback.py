@@ -421,7 +421,7 @@ def test_local_is_the_default_and_nobody_waits(model_folder, in_flight):
 
 
 def slept(loop: Loop) -> bool:
-    """Whether the loop makes no steps for a while; in an engine that must not seem to have no work one each `LOOK_S`."""
+    """Whether the loop makes no steps for a while, or one each `LOOK_S` where it must not seem to have no work."""
     steps = loop.executor.steps
     time.sleep(0.3)
     return loop.executor.steps - steps <= (0 if loop.core.is_running() else 2)
