@@ -148,7 +148,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         refused, self._refused = self._refused, {}
         for request, decision in refused.items():
             self.refuse(request, decision)
-            self._spans.decided(request.trace_headers, decision, request.num_tokens, refused=True)
+            self._spans.decided(request.trace_headers, decision, request.num_tokens, True)
         return [request.request_id for request in refused]
 
     def handle(self, event: Event, progress: Progress) -> None:
