@@ -153,16 +153,18 @@ def test_it_is_refused_while_others_run_that_take_all_seats(make, clock):
 
 
 def test_bounded_lets_in_what_there_is_room_for(make, clock):
-    """While it is computed, the others wait: no more than the bound is here at a time."""
-    engine = make("bounded", batch_tokens=64)
+    """While it is computed, the others wait: no more than the bound is here at a time. The next one begins with the
+    step after that, not when an answer ends."""
+    engine = make("bounded", batch_tokens=128)
     for name in "abcd":
-        engine.add(name, prompt(150), 4)
+        engine.add(name, prompt(190), 30)
     most, order = 0, []
     while engine.has_work():
         engine.turn()
-        here = [request for request in engine.scheduler.running if request.num_computed_tokens < 150]
-        most = max(most, sum(150 - request.num_computed_tokens for request in here))
+        here = [request for request in engine.scheduler.running if request.num_computed_tokens < 190]
+        most = max(most, sum(190 - request.num_computed_tokens for request in here))
         order += [one.request_id for one in engine.scheduler.running if one.request_id not in order]
+        assert len(order) == 4 or not engine.ended
     assert 0 < most <= BOUND and order == list("abcd")
     end(engine)
     assert decisions(engine) == [("local", "peer")] * 4
