@@ -284,8 +284,8 @@ class DecodeHandover(ABC, Generic[R]):
     def give_back(self, progress: Progress, stalled: bool) -> None:
         """Return the requests whose attempt failed to the scheduler. One that another peer will prefill returns at
         once, and so does one of which `fallbacks` says when it may begin. Those that this engine must prefill return in
-        batches, so that running requests are not held up for long.
-        `stalled`: the last batch can't run with the free blocks, so the next one need not wait for it."""
+        batches, so that running requests are not held up for long. `stalled`: the last batch can't run with the free
+        blocks, so the next one need not wait for it."""
         now = time.monotonic()
         if not any(self._awaits_prefill(request) for request in self._batch):
             self._batch.clear()
