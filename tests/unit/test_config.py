@@ -56,7 +56,7 @@ def test_every_key_can_be_set(files):
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
              "log_decisions": True, "nats_prefix": "mine", "hold_s": 0, "lifeline_port": 5703,
-             "zone": "rack-7",
+             "zone": "rack-7", "fallback": "refuse", "fallback_tokens": 77, "fallback_wait_s": 0.5,
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
                        "pinned_gib": 1}, **files}

@@ -72,6 +72,14 @@ def test_b80_metaservers_are_for_v1(model, role):
     assert caught.value.key == "metaservers" and "use V1" in str(caught.value)
 
 
+@pytest.mark.parametrize("rule", ["bounded", "refuse"])
+def test_b80_other_fallbacks_are_for_v1(model, rule):
+    with pytest.raises(ConfigError) as caught:
+        arguments(model, "kv_consumer", {**BROKER, "fallback": rule}).create_engine_config()
+    assert caught.value.key == "fallback" and f"={rule!r} can't" in str(caught.value) and "use V1" in str(caught.value)
+    arguments(model, "kv_consumer", {**BROKER, "fallback": "local"}).create_engine_config()
+
+
 def test_b100_a_server_of_v0_takes_no_jobs_of_its_clients(model, monkeypatch):
     monkeypatch.setattr(attach, "ServerDrain", lambda *arguments: SimpleNamespace(run_job=None, on_sigterm=None))
     monkeypatch.setattr(attach, "limit_headers", lambda config: None)

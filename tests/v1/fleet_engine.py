@@ -139,7 +139,10 @@ class V1FleetEngine(FleetEngine):
         for request_id in simulated.ended.keys() - self._told:
             self._told.add(request_id)
             self.results[request_id] += 1
-            if simulated.ended[request_id] != "aborted":
+            if simulated.ended[request_id] == "error":
+                require(self.node.config.fallback != "local" and not simulated.outputs[request_id],
+                        f"{request_id} of {self.node.name} is refused and should not be")
+            elif simulated.ended[request_id] != "aborted":
                 right = answer(simulated.prompts[request_id], simulated.wanted[request_id])
                 require(simulated.outputs[request_id] == right, f"{request_id} of {self.node.name} is answered wrongly")
         simulated.check()

@@ -22,7 +22,7 @@ from vllm.config import CacheConfig, KVTransferConfig, LoRAConfig, ModelConfig, 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -343,8 +343,13 @@ class FakeAccess:
     def await_input(self):
         """Nothing: a test's engine may always sleep, or is stepped."""
 
-    def end_parked(self):
+    def end_parked(self, others):
         """Nothing: a test's engine is no rank of a group."""
+
+    def refuse(self, request_ids):
+        for request in self._engine.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR):
+            self._engine.deliver({0: EngineCoreOutputs(outputs=[
+                EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)])})
 
     def start_wave(self):
         self.waves += not self.engines_running
@@ -699,6 +704,8 @@ class Engine:
             assert request_id in self.ended, f"{request_id} has not ended"
             right = answer(prompt, self.wanted[request_id])
             got = self.outputs[request_id]
+            if self.ended[request_id] == "error":
+                right = []
             assert got == (right if self.ended[request_id] != "aborted" else right[:len(got)]), request_id
 
     def counted(self) -> list[list]:

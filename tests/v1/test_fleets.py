@@ -26,9 +26,9 @@ def quiet(caplog):
 
 
 def run(folder, in_flight: int, seed: int, plan: Plan, *, blocks: int, caching: bool = True, chunk: int = 64,
-        drafter: str = "", pushed: collections.Counter | None = None):
+        drafter: str = "", pushed: collections.Counter | None = None, ended: collections.Counter | None = None):
     """`chunk`: tokens of a step. Where that is less than 64, prompts leave as they are computed (B100); `pushed` counts
-    such writes. `drafter`: the method of all engines' drafters."""
+    such writes. `drafter`: the method of all engines' drafters. `ended` counts how requests end."""
     plan = replace(plan, settings={**plan.settings, "push_chunks": chunk < 64})
     fleet = Fleet(seed, plan, lambda node, post: V1FleetEngine(
         node, post, folder=folder, in_flight=in_flight, blocks=blocks, caching=caching, chunk=chunk, drafter=drafter))
@@ -37,6 +37,9 @@ def run(folder, in_flight: int, seed: int, plan: Plan, *, blocks: int, caching: 
     if pushed is not None:
         for engine in fleet.engines.values():
             pushed.update(engine.landed)
+    if ended is not None:
+        for engine in fleet.engines.values():
+            ended.update(engine.simulated.ended.values())
     return outcome
 
 
@@ -67,6 +70,21 @@ def test_b20_b34_storms_with_auto(model_folder, in_flight):
         assert not outcome.broken, f"seed {seed}: {outcome.broken}"
     assert {Reason.TTFT, Reason.ITL} <= {reason for _, reason in reasons}, reasons
     assert {True, False} == {remote for remote, reason in reasons if reason is Reason.TTFT}, reasons
+
+
+@pytest.mark.parametrize("rule", ["bounded", "refuse"])
+def test_b20_b34_storms_in_which_prompts_are_refused(model_folder, in_flight, rule):
+    """Each request ends once, by an answer or an error, and nothing is held at the end."""
+    ended: collections.Counter = collections.Counter()
+    for seed in range(SEEDS // 4):
+        plan = storm(seed)
+        settings = {"fallback": rule, "fallback_tokens": 1, "fallback_wait_s": (0.0, 0.5, 4.0)[seed % 3]}
+        outcome = run(model_folder, in_flight, seed, replace(plan, settings={**plan.settings, **settings}), blocks=24,
+                      chunk=8 if seed % 2 == 1 else 64, ended=ended)
+        assert not outcome.broken, f"seed {seed}: {outcome.broken}"
+    assert ended["length"] > 20 * SEEDS // 4
+    # A step takes no time here: with a bound only those are refused that must not wait.
+    assert ended["error"] > (SEEDS // 4 if rule == "refuse" else 0), ended
 
 
 def test_b34_a_seed_is_a_history(model_folder, in_flight):

@@ -134,9 +134,9 @@ class Group:
 class Wires:
     """Two groups, and the jobs between them. `jobs`: the attempts that a P has, and at which rank under which name."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, folder, **of_d) -> None:
         self.p = Group(folder, role="kv_producer", push_chunks=False, batch_tokens=256)
-        self.d = Group(folder, role="kv_consumer", batch_tokens=256)
+        self.d = Group(folder, role="kv_consumer", batch_tokens=256, **of_d)
         self.draw = random.Random(14)
         self.jobs: dict[Attempt, tuple[Rank, Attempt]] = {}
         self.over: set[Attempt] = set()
@@ -230,13 +230,13 @@ class Wires:
 
 
 @pytest.fixture
-def wires(model_folder, monkeypatch):
+def wires(model_folder, monkeypatch, request):
     def sync(rank: Rank, has_unfinished: bool, pending_pause: bool = False) -> tuple[bool, bool]:
         return rank.group.exchange.reduce(rank.rank, has_unfinished, pending_pause)
 
     monkeypatch.setattr(ParallelConfig, "sync_dp_state", staticmethod(sync))
     monkeypatch.setattr(ParallelConfig, "has_unfinished_dp", staticmethod(lambda *given: sync(*given)[0]))
-    wires = Wires(model_folder)
+    wires = Wires(model_folder, **getattr(request, "param", {}))
     yield wires
     for group in (wires.p, wires.d):
         group.meeting.abort()
@@ -332,6 +332,30 @@ def test_b94_b96_a_drain_while_the_group_rests_ends_parked_prompts(wires):
     engine = wires.d.ranks[1].engine
     assert engine.ended == {"stays": "abort", "leaves": "abort"}
     assert set(engine.protocol.aborted) == set(wires.jobs) and not engine.scheduler.requests
+
+
+@pytest.mark.parametrize("wires", [{"fallback": "refuse", "fallback_wait_s": 1.0}], indirect=True)
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_b94_prompts_that_wait_for_a_prefill_engine_end_while_the_group_rests(wires, rank):
+    """The first is refused while the second waits, and for the third there is a prefill engine in time."""
+    protocol = wires.d.ranks[rank].engine.protocol
+    protocol.peers = 0
+    engine = wires.d.ranks[rank].engine
+    wires.d.add(rank, "first", prompt(150), 3)
+    time.sleep(0.5)
+    wires.d.add(rank, "second", prompt(150), 3)
+    wires.until(lambda: len(engine.binding.remote_prefills.waiting_fallbacks()) == 2, limit_s=MEET_S)
+    wires.until(lambda: "first" in engine.ended, limit_s=MEET_S)
+    assert "second" not in engine.ended
+    wires.until(lambda: "second" in engine.ended, limit_s=MEET_S)
+    wires.until(wires.d.rests, limit_s=MEET_S)
+    wires.d.add(rank, "third", prompt(150), 3)
+    wires.until(lambda: engine.binding.remote_prefills.waiting_fallbacks(), limit_s=MEET_S)
+    wires.until(wires.d.rests, limit_s=MEET_S)
+    protocol.peers = 1
+    wires.until(lambda: "third" in engine.ended, limit_s=MEET_S)
+    assert engine.ended == {"first": "error", "second": "error", "third": "length"}
+    wires.check_d()
 
 
 def test_b94_b96_a_request_that_comes_while_the_group_is_paused_starts_no_step(wires):

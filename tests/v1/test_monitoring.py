@@ -67,7 +67,7 @@ def check(model_folder) -> ExpressionCheck:
     families = {**sample_families([*stock, *ours, *router], added), "up": SampleFamily(added, counts=False)}
     values = {
         ("", "job"): jobs,
-        ("vllm:pd_decisions_total", "decision"): ("remote", "local"),
+        ("vllm:pd_decisions_total", "decision"): ("remote", "local", "refused"),
         ("vllm:pd_decisions_total", "reason"): list(Reason),
         ("vllm:pd_degraded", "reason"): list(Cause),
         ("vllm:pd_attempts_total", "outcome"): metrics.OUTCOMES,

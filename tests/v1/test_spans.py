@@ -112,6 +112,15 @@ def test_a_prompt_that_stays_has_its_reason_and_one_without_a_trace_nothing(engi
     assert [(span.name, span.attributes["pd.reason"]) for span in exported()] == [("pd_decide", "threshold")]
 
 
+def test_a_prompt_that_is_refused_says_so(model_folder, in_flight, exported):
+    engine = Engine(model_folder, in_flight, fallback="refuse", fallback_wait_s=0)
+    engine.protocol.peers = 0
+    engine.add("a", prompt(100), trace_headers=HEADERS)
+    end(engine)
+    assert [dict(span.attributes) for span in exported()] == [
+        {"pd.decision": "refused", "pd.reason": "peer", "pd.tokens": 100}]
+
+
 def test_a_trace_that_is_not_sampled_is_not_sent(engine, exported):
     engine.add("a", prompt(100), trace_headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
     engine.run()

@@ -7,9 +7,9 @@ next step. After an attempt that failed the request waits again, in front, and `
 attempt, on another peer, or for none. Requests that will be prefilled here are given back batch by batch, so that the
 running ones go on. The blocks belong to the scheduler throughout.
 
-Two records hold all that is known: a `RemoteRequest` for as long as its request lives, and a `RemoteAttempt` for as
-long as blocks are set aside for an attempt. A request may have a second attempt while a peer may still write the first
-one's blocks.
+Two records (`vllm_pd.handover.records`) hold all that is known: a `RemoteRequest` for as long as its request lives, and
+a `RemoteAttempt` for as long as blocks are set aside for an attempt. A request may have a second attempt while a peer
+may still write the first one's blocks.
 """
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from vllm_pd.decisions.expected import Expected, expect
+from vllm_pd.decisions.fallback import Fallbacks, is_fallback
 from vllm_pd.decisions.measured import DecodeMeasures, StepSpeed
 from vllm_pd.decisions.pace import FallbackPace
 from vllm_pd.decisions.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
 from vllm_pd.handover.progress import ArrivalNotice, Progress
+from vllm_pd.handover.records import AttemptStage, DecodeCapacity, RemoteAttempt, RemoteRequest
 from vllm_pd.protocol.actions import Event, Fallback, FallbackReason, Prefilled, Released, Timed
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.holds import asks_for_hold, named_hold
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.protocol.metaserver import external_id, named_metaserver, posted_name, request_of
-from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 from vllm_pd.transfer.requests import CloseGrant, Finished, OpenGrant, TransferRequest
 
@@ -47,54 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.pd")
 
+REFUSED_LOG_S = 60.0  # one line about refused prompts in this time: their clients must not write one for each
 KEPT_UNMEASURED = 256  # attempts that are done, and whose timings may still come
 R = TypeVar("R")  # a request, as the engine's scheduler knows it; can be hashed and weakly referenced
-
-
-@dataclass
-class RemoteRequest:
-    """A request that was decided about. Times are those of the monotonic clock, `resumed_at` that of the wall clock."""
-    stays: bool = False  # it is not asked about again
-    began_at: float | None = None  # its first attempt
-    parked_at: float = 0.0  # the last time
-    resumed_at: float | None = None  # scheduled again with its KV
-    attempts: int = 0
-    failed_peers: tuple[str, ...] = ()
-    hold_settled: bool = False  # the hold that it names is claimed, or not wanted
-    hold: Attempt | None = None  # to be claimed when it is parked
-    metaserver: str | None = None  # where the job of its present attempt is posted
-
-
-class AttemptStage(Enum):
-    """What became of an attempt here."""
-    PARKED = "parked"  # its request is parked, and waits for a peer
-    FAILED = "failed"  # it has ended without the KV; its request is parked until its turn
-    LEFT = "left"  # its request was aborted or waits again
-
-
-@dataclass
-class RemoteAttempt:
-    """An attempt with `blocks` set aside for it, beyond its prefix hit, until they may be reused. A peer is to compute
-    so many `tokens`."""
-    request: RemoteRequest
-    blocks: int
-    tokens: int
-    stage: AttemptStage = AttemptStage.PARKED
-    released: bool = False  # no peer will write the blocks any more, but its request has them still
-
-
-@dataclass(frozen=True)
-class DecodeCapacity:
-    """The sizes of a decode engine: those of its groups of blocks, blocks in all, seats, and the tokens of a batch."""
-    rows: BlockRows
-    total_blocks: int
-    total_requests: int
-    batch_tokens: int
-
-    @property
-    def block_size(self) -> int:
-        """The tokens of a block."""
-        return self.rows.block_size
 
 
 class DecodeHandover(ABC, Generic[R]):
@@ -112,6 +66,8 @@ class DecodeHandover(ABC, Generic[R]):
         # With max_local_prefill_tokens auto only; None: nothing is measured.
         self.measures = DecodeMeasures(capacity.batch_tokens, speed,
                                        config.job_order) if config.decides_by_time else None
+        self.fallbacks: Fallbacks[R] | None = None  # None: each is prefilled here. For a binding that sets it
+        self._refused_log_due, self._unlogged = float("-inf"), 0
         self.job_tokens = 0  # of peers' jobs that are to be computed here too
         self.unproven_blocks = 0  # which reads for peers' jobs may still fill
         self.held_blocks = 0  # of prompts that are kept for others
@@ -161,32 +117,28 @@ class DecodeHandover(ABC, Generic[R]):
         remote = self._request(request)
         if remote.stays:
             return None
-        if not self._session.state.hands_over:
+        state = self._session.state
+        if not state.hands_over and (self.fallbacks is None or not state.role.decodes):
             return Decision(False, Reason.ROLE) if self._asked(request) is AskedPlace.REMOTE else None
         avoid = self._useless(request, remote)
-        return self._decide(request, cached_tokens, remote, avoid, self._session.view(avoid), self._count_blocks(),
-                            len(self._parked()))
+        decision = self._decide(request, cached_tokens, remote, avoid, self._session.view(avoid), self._count_blocks(),
+                                len(self._parked()))
+        if decision.remote and not state.hands_over:  # its peers are lost to it
+            return Decision(False, Reason.PEER, decision.expected)
+        return decision
 
     def commit(self, request: R, decision: Decision) -> Attempt | None:
         """The scheduler acts on `decide`. Counted once a stay in the waiting queue: a request that is to stay is not
         asked about again. Returns the attempt to park it under; None where it stays."""
-        where = "remote" if decision.remote else "local"
-        self._metrics.decision(where, decision.reason.value)
-        asked = asked_place(self._extra_args(request))
-        if asked is not AskedPlace.AUTO:
-            self._metrics.asked(asked.value, where)
-        self._session.prompt_decided(self._request_id(request), self._request(request).attempts > 0, asked=asked.value,
-                                     tokens=self._num_tokens(request), decision=where, reason=decision.reason.value)
-        expected = decision.expected
-        tokens = self._num_tokens(request) if expected is None else expected.tokens
-        if self._log_decisions:
-            logger.info("request %s, %d tokens%s: %s, reason %s%s", self._request_id(request), tokens,
-                        "" if expected is None else " to compute", where, decision.reason.value,
-                        "" if expected is None else f": {expected.explained()}")
+        tokens = self._note_decision(request, decision, "remote" if decision.remote else "local")
         if self.measures is not None and decision.reason is not Reason.HELD:
             self.measures.decided(time.monotonic(), decision.remote, tokens)
         self.settle_hold(request, decision)
+        if self.fallbacks is not None:
+            self.fallbacks.forget(request)
         if not decision.remote:
+            if self.falls_back(request, decision):
+                self.fallbacks.begin(request, self._num_tokens(request))
             self._stay(request)
             if self.measures is not None and decision.reason is not Reason.ROLE:
                 self._local.append((request, tokens))
@@ -200,6 +152,24 @@ class DecodeHandover(ABC, Generic[R]):
         remote.metaserver = self._metaserver(request) if remote.attempts == 1 and remote.hold is None else None
         return self._session.next_attempt(posted_name(request_id, secrets.token_hex(16)) if remote.metaserver
                                            else request_id)
+
+    def falls_back(self, request: R, decision: Decision) -> bool:
+        """Whether `fallbacks` says what becomes of the request. Not of one that was computed before, here or by a peer:
+        its client waits for the rest of the answer."""
+        return (self.fallbacks is not None and is_fallback(decision) and not self._has_outputs(request)
+                and not self._request(request).arrived)
+
+    def refuse(self, request: R, decision: Decision) -> None:
+        """The scheduler is about to end a request with an error that falls back by this decision, once."""
+        self._note_decision(request, decision, "refused")
+        now = time.monotonic()
+        if now < self._refused_log_due:
+            self._unlogged += 1
+            return
+        logger.warning("request %s is refused: its prompt can't be prefilled remotely (%s), and may not be prefilled "
+                       "here (the key fallback)%s", self._request_id(request), decision.reason.value,
+                       f"; {self._unlogged} more since the last such line" if self._unlogged else "")
+        self._refused_log_due, self._unlogged = now + REFUSED_LOG_S, 0
 
     def settle_hold(self, request: R, decision: Decision | None = None) -> None:
         """The hold that the request names, if any, is to be claimed, or is not wanted: its prefill engine learns that.
@@ -278,6 +248,7 @@ class DecodeHandover(ABC, Generic[R]):
             request = self._parked().get(event.attempt)
             if request is not None:
                 remote.request.attempts = self._policy.attempts  # if it is preempted later, it stays here (B8)
+                remote.request.arrived = True
                 for sibling in self._siblings(request):
                     if sibling is not request:
                         self._request(sibling).stays = True
@@ -312,8 +283,9 @@ class DecodeHandover(ABC, Generic[R]):
 
     def give_back(self, progress: Progress, stalled: bool) -> None:
         """Return the requests whose attempt failed to the scheduler. One that another peer will prefill returns at
-        once. Those that this engine must prefill return in batches, so that running requests are not held up for long.
-        `stalled`: the last batch can't run with the free blocks, so the next one need not wait for it."""
+        once, and so does one of which `fallbacks` says when it may begin. Those that this engine must prefill return in
+        batches, so that running requests are not held up for long. `stalled`: the last batch can't run with the free
+        blocks, so the next one need not wait for it."""
         now = time.monotonic()
         if not any(self._awaits_prefill(request) for request in self._batch):
             self._batch.clear()
@@ -332,8 +304,9 @@ class DecodeHandover(ABC, Generic[R]):
             if avoid not in views:
                 views[avoid] = self._session.view(avoid)
             free_again = remote.blocks if remote.released else 0
-            if self._decide(request, 0, remote.request, avoid, views[avoid], blocks - free_again,
-                            len(parked) - 1).remote:
+            decision = self._decide(request, 0, remote.request, avoid, views[avoid], blocks - free_again,
+                                    len(parked) - 1)
+            if decision.remote or self.falls_back(request, decision):
                 self._give_back(attempt, progress)
             else:
                 local.append((attempt, request))
@@ -364,6 +337,8 @@ class DecodeHandover(ABC, Generic[R]):
         quarantined = self.quarantined_blocks + self.unproven_blocks
         self._metrics.quarantined_blocks.set(quarantined)
         self._metrics.parked_blocks.set(self.set_aside_blocks - quarantined)
+        if self.fallbacks is not None:
+            self._metrics.waiting_fallbacks.set(len(self.fallbacks.waiting))
         waiting = []
         for request in self._resuming:
             resumed_at, first_token_at = self._requests[request].resumed_at, self._first_token_at(request)
@@ -382,6 +357,23 @@ class DecodeHandover(ABC, Generic[R]):
         if remote is None:
             remote = self._requests[request] = RemoteRequest()
         return remote
+
+    def _note_decision(self, request: R, decision: Decision, where: str) -> int:
+        """Count the decision, remember and log it. Returns the prompt's tokens; those to compute where `expected` has
+        them."""
+        self._metrics.decision(where, decision.reason.value)
+        asked = asked_place(self._extra_args(request))
+        if asked is not AskedPlace.AUTO:
+            self._metrics.asked(asked.value, where)
+        self._session.prompt_decided(self._request_id(request), self._request(request).attempts > 0, asked=asked.value,
+                                     tokens=self._num_tokens(request), decision=where, reason=decision.reason.value)
+        expected = decision.expected
+        tokens = self._num_tokens(request) if expected is None else expected.tokens
+        if self._log_decisions:
+            logger.info("request %s, %d tokens%s: %s, reason %s%s", self._request_id(request), tokens,
+                        "" if expected is None else " to compute", where, decision.reason.value,
+                        "" if expected is None else f": {expected.explained()}")
+        return tokens
 
     def _asked(self, request: R) -> AskedPlace:
         """Where it is to be prefilled, as far as it says so."""

@@ -17,7 +17,8 @@ class HandoverFamilies(FamilyCollector):
     def __init__(self, by_engine: bool = False) -> None:
         super().__init__(by_engine)
         counter, gauge, histogram = self.counter, self.gauge, self.histogram
-        self.decisions = counter("vllm:pd_decisions_total", "Where prompts were prefilled, and why.",
+        self.decisions = counter("vllm:pd_decisions_total", "Where prompts were prefilled, or that they were "
+                                 "refused, and why.",
                                  "decision", "reason")
         self.asked = counter("vllm:pd_asked_total", "Requests that asked for a place, and where they were prefilled.",
                              "asked", "decision")
@@ -32,6 +33,8 @@ class HandoverFamilies(FamilyCollector):
         self.parked_blocks = gauge("vllm:pd_parked_blocks", "KV blocks of requests that wait for a remote prefill.")
         self.quarantined_blocks = gauge("vllm:pd_quarantined_blocks", "KV blocks of given-up attempts and jobs that a "
                                         "transfer might still fill.")
+        self.waiting_fallbacks = gauge("vllm:pd_waiting_fallbacks", "Prompts that can't be prefilled remotely at "
+                                       "present and may not be prefilled here (fallback: bounded or refuse).")
         self.sending_blocks = gauge("vllm:pd_sending_blocks", "KV blocks that this engine is sending to a decode one.")
         self.held_blocks = gauge("vllm:pd_held_blocks", "KV blocks that this engine keeps for decode engines to read.")
         self.holds = counter("vllm:pd_holds_total", "Prompts kept for decode engines to read, by what became of them.",
@@ -54,7 +57,7 @@ class HandoverFamilies(FamilyCollector):
 class PDMetrics:
     """The figures of one engine. Created and used by the engine binding, in the thread of the step loop.
 
-    Gauges are attributes with `.set(blocks)`. No method raises for a new label value. `engine` is its number in the
+    Gauges are attributes with `.set(number)`. No method raises for a new label value. `engine` is its number in the
     front end; None: the figures have no such label.
     """
 
@@ -64,6 +67,7 @@ class PDMetrics:
         self.quarantined_blocks = families.quarantined_blocks.labels(*labels)
         self.sending_blocks = families.sending_blocks.labels(*labels)
         self.held_blocks = families.held_blocks.labels(*labels)
+        self.waiting_fallbacks = families.waiting_fallbacks.labels(*labels)
         for event in HOLD_EVENTS:
             families.holds.labels(*labels, event)
         self._transfer_bytes = families.transfer_bytes.labels(*labels)
@@ -92,7 +96,8 @@ class PDMetrics:
         self._families.control_dead.labels(*self._labels).set(control_dead)
 
     def decision(self, decision: str, reason: str) -> None:
-        """Count one prompt's final decision, "remote" or "local". `reason` is a value of `decisions.policy.Reason`."""
+        """Count one prompt's final decision, "remote", "local" or "refused". `reason` is a value of
+        `decisions.policy.Reason`."""
         self._families.decisions.labels(*self._labels, decision, reason).inc()
 
     def asked(self, asked: str, decision: str) -> None:

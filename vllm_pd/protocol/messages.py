@@ -315,12 +315,13 @@ class Gone(WireMessage):
 
 
 class PromptRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine remembers of the prompt of one request. `asked`, `decision` ("remote" or "local") and `reason` are
-    those of the last decision about it, as in the metrics; empty for a request that it does not know. `attempts` counts
-    those on prefill engines. Of the last one: its `peer` by incarnation, as far as one had it, and that one's control
-    `address` while it is registered; its `outcome` (`protocol.actions.AttemptEnd`), empty while it is open; its fault
-    in `detail`; how many of the `tokens` were cached here. `parked_s`: until the request was scheduled with its KV,
-    `first_step_s`: from then to its first token; None: not yet. `age_s`: since that decision; None: not asked for."""
+    """What an engine remembers of the prompt of one request. `asked`, `decision` ("remote", "local" or "refused") and
+    `reason` are those of the last decision about it, as in the metrics; empty for a request that it does not know.
+    `attempts` counts those on prefill engines. Of the last one: its `peer` by incarnation, as far as one had it, and
+    that one's control `address` while it is registered; its `outcome` (`protocol.actions.AttemptEnd`), empty while it
+    is open; its fault in `detail`; how many of the `tokens` were cached here. `parked_s`: until the request was
+    scheduled with its KV, `first_step_s`: from then to its first token; None: not yet. `age_s`: since
+    that decision; None: not asked for."""
     request_id: Text
     tokens: Count = 0
     asked: Text = ""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_pd.decisions.fallback import FallbackConfig, FallbackRule
 from vllm_pd.decisions.job_order import JobOrder
 from vllm_pd.decisions.policy import PolicyConfig
 from vllm_pd.decisions.prefix import PrefixReads
@@ -148,6 +149,18 @@ class PDConfig:
     max_fallback_share: float = _key(
         0.5, "The share of a decode engine's time that prompts which come back from a failed prefill engine may take "
         "while other requests run.", above=0, most=1)
+    fallback: str = _key(
+        FallbackRule.LOCAL.value, "What a decode engine does with a prompt that should be prefilled remotely and can't "
+        "be: `local`: it prefills it; `bounded`: it prefills it if it has room within `fallback_tokens`; `refuse`: it "
+        "does not prefill it. With the last two a prompt waits for room or for a prefill engine, and ends with an "
+        "error after `fallback_wait_s`. On V1; V0 has `local` only.",
+        choices=tuple(rule.value for rule in FallbackRule))
+    fallback_tokens: int = _key(
+        8192, "With `fallback` `bounded`: how many tokens of such prompts a decode engine has to compute at a time. A "
+        "longer prompt is let in where no other one is left.", least=1)
+    fallback_wait_s: float = _key(
+        10.0, "With `fallback` `bounded` or `refuse`: how long a prompt waits each time that it can't be prefilled "
+        "remotely, before it ends with an error; 0: not at all.", least=0, most=3600)
     claim_retry_s: float = _key(
         2.0, "A job that nobody has claimed for this long is queued again.", least=0.01, most=3600)
     heartbeat_s: float = _key(
@@ -211,6 +224,11 @@ class PDConfig:
                             max_parked_fraction=self.max_parked_fraction, attempts=self.attempts,
                             auto=self.decides_by_time,
                             itl_target_s=None if self.itl_target_ms is None else self.itl_target_ms / 1000)
+
+    @property
+    def fallback_config(self) -> FallbackConfig:
+        """What becomes of prompts that can't go to a prefill engine."""
+        return FallbackConfig(FallbackRule(self.fallback), self.fallback_tokens, self.fallback_wait_s)
 
     @property
     def job_order(self) -> JobOrder:

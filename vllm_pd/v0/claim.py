@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from vllm_pd.decisions.fallback import FallbackRule
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.checks import FEATURES, LIMITS, check_features, check_limits, new_front_address, require_free_bind
 from vllm_pd.model.installation import check_installation
@@ -46,6 +47,9 @@ def claim(engine_args: EngineArgs) -> None:
         extra["bind"] = config.bind  # what a name or `auto` is now, for all processes of the engine
     if config.metaservers is not None:
         raise ConfigError("metaservers", config.metaservers, "leave it out, or use V1: engines of V0 post no jobs")
+    if config.fallback != FallbackRule.LOCAL:
+        raise ConfigError("fallback", config.fallback, f"write {FallbackRule.LOCAL}, or use V1: engines of V0 prefill "
+                          "each prompt that can't be prefilled remotely")
     _check_arguments(engine_args)
     require_free_bind(config)
     selection.select(CONNECTOR)

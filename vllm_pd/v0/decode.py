@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd.decisions.measured import StepSpeed
-from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
+from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.metrics import PDMetrics
+from vllm_pd.handover.records import DecodeCapacity
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.rows import BlockRows

@@ -51,7 +51,9 @@ logger = logging.getLogger("vllm.pd")
 _COMPUTED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 FENCES_S = 10.0  # how long a reset of the prefix cache waits for fences
 POLL_S = 0.001  # meanwhile
-LOOK_S = 0.25  # how often the load is reported while steps go on and no peer is involved; heartbeats are rarer
+LOOK_S = 0.25  # how often the load is reported while steps go on and no peer is involved; heartbeats are rarer. And how
+# often an engine that makes no step looks whether there is a peer for a prompt that waits for one
+SLACK_S = 0.001  # a timer that ends a little early must not find that nothing is due
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -153,7 +155,7 @@ class V1Handover(Handover):
 
     def look(self) -> None:
         """Apply what is new, if the engine was woken for something or a job may have its turn."""
-        self._access.end_parked()
+        self._access.end_parked(self.remote_prefills.waiting_fallbacks)
         if self._access.take_wake() or (self._has_jobs() and self.prefill_jobs.queued):
             self._apply_updates()
             self._metrics_stale = True
@@ -191,6 +193,7 @@ class V1Handover(Handover):
         handing_over = self.remote_prefills.waiting_for_peers or self._has_jobs()
         if self._access.take_wake() or handing_over or time.monotonic() >= self._look_due:
             self._apply_updates()
+        self.remote_prefills.begin_round()
         return self.prefill_jobs.arrange() if self._has_jobs() else None
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
@@ -206,7 +209,8 @@ class V1Handover(Handover):
                                                              in output.num_scheduled_tokens.items()])
         self.stalled = bool(not (tokens or throttled or output.preempted_req_ids or scheduler.running
                                  or scheduler.ec_connector is not None or scheduler.awaits_grammar())
-                            and (len(self.fence) or self.remote_prefills.parked_ids()))
+                            and (len(self.fence) or self.remote_prefills.parked_ids()
+                                 or self.remote_prefills.next_deadline() is not None))
         lacks_room, self._lacks_room = self._lacks_room, False
         if self.stalled and lacks_room and not scheduler.deferred_frees:  # of blocks that a step in flight may write
             self.protocol.prefill.end_old_holds()
@@ -222,6 +226,7 @@ class V1Handover(Handover):
         next_look = self._patience.next_look() if self.stalled else None
         if next_look is not None or (self.stalled and self.remote_prefills.falling_back):
             self._access.wake()  # give back at once what nothing here will make room for
+        self._refuse()
         self._set_timer(next_look)
 
     def before_update(self, output: SchedulerOutput) -> None:
@@ -365,15 +370,30 @@ class V1Handover(Handover):
             self._guard(self.prefill_jobs.check_adapters, self._progress)
             if self.prefill_jobs.checks_due is not None:  # after the first of them
                 self._set_timer(self._patience.next_look() if self.stalled else None)
+        if self._guard(self.remote_prefills.look_at_fallbacks, self.stalled):
+            self.stalled = False
+        self._refuse()
+        if self.remote_prefills.next_deadline() is not None:
+            self._set_timer(self._patience.next_look() if self.stalled else None)
         if (scopes := self.adapters.scopes()) != self._listed:
             self._listed = scopes
             self.protocol.prefill.set_scopes((SALT, *scopes))
         self._transmit()
 
     def _set_timer(self, next_look: float | None = None) -> None:
-        """Have this engine woken at this time, or when a check of a job has waited long enough, if that is sooner."""
-        due = self.prefill_jobs.checks_due if self.prefill_jobs is not None else None
-        self._access.wake_at(min((one for one in (next_look, due) if one is not None), default=None))
+        """Have this engine woken at this time, or when a check of a job has waited long enough, or when a fallback is
+        to be looked at, whatever is first."""
+        times = [next_look, self.prefill_jobs.checks_due if self.prefill_jobs is not None else None]
+        if (deadline := self.remote_prefills.next_deadline()) is not None:
+            times.append(deadline + SLACK_S)
+            if self.stalled:
+                times.append(time.monotonic() + LOOK_S)
+        self._access.wake_at(min((one for one in times if one is not None), default=None))
+
+    def _refuse(self) -> None:
+        """End those requests with an error that may be prefilled nowhere."""
+        if refused := self.remote_prefills.take_refused():
+            self._access.refuse(refused)
 
     def _may_be_kept(self, request: Request) -> bool:
         """Whether its prompt may be kept for another engine. Not with an adapter: the answer would have to wait for a

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
 
+from vllm_pd.decisions.fallback import FallbackAnswer, FallbackRule, Fallbacks
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.decisions.policy import Decision, Reason
-from vllm_pd.handover.decode import DecodeCapacity, DecodeHandover
+from vllm_pd.handover.decode import DecodeHandover
 from vllm_pd.handover.fence import BlockFence
 from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
+from vllm_pd.handover.records import DecodeCapacity
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.actions import Event
 from vllm_pd.protocol.messages import Attempt
@@ -65,20 +67,24 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._lookups: PrefixLookups | None = None
         self._ended: list[Request] = []  # as they were at their end, while a step in flight still computes them
         self._spans = PromptSpans()
+        self._refused: dict[Request, Decision] = {}  # to be ended between two steps
+        if config.fallback_config.rule is not FallbackRule.LOCAL:
+            self.fallbacks = Fallbacks(config.fallback_config, self._uncomputed_here)
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
         """How many of the prompt's tokens after the `cached_tokens` a peer is to compute: all but our own, or 0. None:
         ask again with the next step. May be asked any number of times."""
         self._matched.pop(request.request_id, None)
         self._looked_up[request.request_id] = cached_tokens
-        usable = cached_tokens if self._request(request).stays else usable_hit(self._scheduler, self._rows, request,
-                                                                               cached_tokens)
-        decision = self.decide(request, usable)
+        usable, decision = self._decide_with_hit(request, cached_tokens)
         if decision is None:
             return 0
         if decision.remote and cached_tokens >= self._num_remote(request):
             decision = Decision(False, Reason.THRESHOLD)  # nothing but a state is missing, which goes with blocks only
         if self._awaits_twin(request, cached_tokens, decision) or self._awaits_hit(request, cached_tokens, decision):
+            return None
+        if (self.falls_back(request, decision)
+                and self._ask(time.monotonic(), request, usable, decision) is not FallbackAnswer.HERE):
             return None
         self._matched[request.request_id] = decision, cached_tokens
         return self._num_remote(request) - cached_tokens if decision.remote else 0
@@ -102,6 +108,48 @@ class ParkedRequests(DecodeHandover["Request"]):
                 request.prefill_stats.num_cached_tokens = cached_tokens
             self._spans.parked(attempt, request.trace_headers, self._num_remote(request), cached_tokens)
             self.start(attempt, request, block_ids, cached_tokens)
+
+    def look_at_fallbacks(self, stalled: bool) -> bool:
+        """Whether a prompt that waits as a fallback may go on now. To be asked while the engine is `stalled`, and at
+        `next_deadline`: those that have waited as long as they may are refused, or V1 is to ask about them anew."""
+        if self.fallbacks is None:
+            return False
+        now, goes = time.monotonic(), False
+        self.fallbacks.begin_round()
+        overdue = self.fallbacks.overdue(now)
+        for request in list(self.fallbacks.waiting) if stalled else overdue:
+            if request.status not in _QUEUED:
+                continue  # the store has some of it by now, which is being loaded
+            cached_tokens = self._looked_up.get(request.request_id, 0)
+            usable, decision = self._decide_with_hit(request, cached_tokens)
+            if decision is not None and self.falls_back(request, decision):
+                goes |= self._ask(now, request, usable, decision) is FallbackAnswer.HERE
+            elif decision is None or not self._awaits_twin(request, cached_tokens, decision):
+                goes = True
+        for request in overdue:
+            self.fallbacks.forget(request)
+        return goes
+
+    def begin_round(self) -> None:
+        """V1 is about to ask about those that wait, in their order."""
+        if self.fallbacks is not None:
+            self.fallbacks.begin_round()
+
+    def waiting_fallbacks(self) -> list[str]:
+        """The ids of the requests that wait because they may not be prefilled here, the first one first."""
+        return [] if self.fallbacks is None else [request.request_id for request in self.fallbacks.waiting]
+
+    def next_deadline(self) -> float | None:
+        """When the first of them is to be looked at, of the monotonic clock; None where none waits."""
+        return None if self.fallbacks is None else self.fallbacks.next_deadline
+
+    def take_refused(self) -> list[str]:
+        """The ids of the requests that are to be ended with an error, each once."""
+        refused, self._refused = self._refused, {}
+        for request, decision in refused.items():
+            self.refuse(request, decision)
+            self._spans.decided(request.trace_headers, decision, request.num_tokens, True)
+        return [request.request_id for request in refused]
 
     def handle(self, event: Event, progress: Progress) -> None:
         """As the base class says."""
@@ -166,6 +214,9 @@ class ParkedRequests(DecodeHandover["Request"]):
 
     def note_ended(self, request: Request) -> None:
         """Any request has ended, peers' jobs included. V1 preempts none that a step in flight computes."""
+        self._refused.pop(request, None)
+        if self.fallbacks is not None:
+            self.fallbacks.forget(request)
         self._ended = [one for one in (*self._ended, request)
                        if one.last_sched_seq > self._scheduler.processed_step_seq]
 
@@ -181,6 +232,22 @@ class ParkedRequests(DecodeHandover["Request"]):
         else:
             return
         self._lookups = made if self._lookups is None else self._lookups + made
+
+    def _decide_with_hit(self, request: Request, cached_tokens: int) -> tuple[int, Decision | None]:
+        """How many of these tokens are a hit for what is computed next, and `decide` with them."""
+        usable = cached_tokens if self._request(request).stays else usable_hit(self._scheduler, self._rows, request,
+                                                                               cached_tokens)
+        return usable, self.decide(request, usable)
+
+    def _ask(self, now: float, request: Request, cached_tokens: int, decision: Decision) -> FallbackAnswer:
+        """What a fallback may do. One that is refused is ended between two steps."""
+        answer = self.fallbacks.ask(now, request, request.num_tokens - cached_tokens, decision.reason)
+        if answer is FallbackAnswer.REFUSE:
+            self._refused[request] = decision
+        return answer
+
+    def _uncomputed_here(self, request: Request) -> int:
+        return 0 if request.is_finished() else self._uncomputed(request)
 
     def _awaits_twin(self, request: Request, cached_tokens: int, decision: Decision) -> bool:
         """Whether a peer prefills blocks for another request that are this one's prefix hit later: so go the samples of

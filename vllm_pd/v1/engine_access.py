@@ -151,13 +151,20 @@ class EngineAccess:
             engine.engines_running = True
             engine.output_queue.put_nowait((-1, EngineCoreOutputs(start_wave=engine.current_wave)))
 
-    def end_parked(self) -> None:
-        """If this rank shuts down while its lockstep group rests, abort what waits for KV, and answer the clients. The
-        other ranks may have ended: they do so once they have no requests. Without them no forward pass is possible."""
+    def end_parked(self, others: Callable[[], list[str]] = list) -> None:
+        """If this rank shuts down while its lockstep group rests, abort what waits for KV, and `others`, and answer the
+        clients. The other ranks may have ended: they do so once they have no requests. Without them no forward pass is
+        possible."""
         engine = self._engine
         if not engine.is_running() and self._group_rests:
-            parked = [request.request_id for request in engine.scheduler.kv_holding_waiting]
+            parked = [*(request.request_id for request in engine.scheduler.kv_holding_waiting), *others()]
             engine._send_abort_outputs(engine.scheduler.finish_requests(parked, RequestStatus.FINISHED_ABORTED))
+
+    def refuse(self, request_ids: list[str]) -> None:
+        """End these requests, of which no step has computed anything, with an error for their clients."""
+        engine = self._engine
+        for request in engine.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ERROR):
+            engine._send_error_outputs_to_client([request.request_id], request.client_index)
 
     @property
     def _group_rests(self) -> bool:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm_pd.handover.metrics import PDMetrics
 
 MAX_CALLS = 10_000  # kept; a front end that takes nothing must not fill the memory
-_GAUGES = ("parked_blocks", "quarantined_blocks", "sending_blocks", "held_blocks")
+_GAUGES = ("parked_blocks", "quarantined_blocks", "sending_blocks", "held_blocks", "waiting_fallbacks")
 _STATES = ("degraded", "engine_state")
 _COUNTS = ("decision", "asked", "attempt", "handover", "parked", "transfer_bytes", "job", "prefix_read",
            "frames_dropped", "hold")

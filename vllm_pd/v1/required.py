@@ -106,6 +106,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/request.py": (
         Required("RequestStatus.WAITING_FOR_REMOTE_KVS", "an id goes into the scheduler's sets while this holds only"),
         Required("RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "an engine does not sleep while this holds"),
+        Required("RequestStatus.FINISHED_ERROR", "how a refused request ends, with an error for its client"),
         Required("Request.trace_headers", "the client's trace, which our spans are in"),
         Required("Request.block_hashes", "equal prompts that are parked together"),
         Required("Request.skip_reading_prefix_cache", "such a request is computed whole: it stays local"),
@@ -153,6 +154,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCore.add_lora", "which adapters the front end has loaded", takes=("lora_request", )),
         Required("EngineCore.execute_dummy_batch", "the other ranks are started before it", takes=()),
         Required("EngineCoreProc._send_abort_outputs", "answers clients at the end", takes=("aborted_reqs", )),
+        Required("EngineCoreProc._send_error_outputs_to_client", "answers the client of a prompt that is refused",
+                 takes=("req_ids", "client_index")),
         Required("EngineCore.preprocess_add_request", "makes a request of our own; replaced by ours, which spares the "
                  "sampling of a prompt that is only kept", exactly=("request", )),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),

@@ -58,12 +58,15 @@ class PromptSpans:
         self._untimed: dict[Attempt, tuple[Span, int]] = {}
 
     @_guarded
-    def decided(self, headers: Mapping[str, str] | None, decision: Decision, tokens: int) -> None:
-        """A prompt of so many tokens stays, or goes to a prefill engine. `headers`: of the client's trace."""
+    def decided(self, headers: Mapping[str, str] | None, decision: Decision, tokens: int,
+                refused: bool = False) -> None:
+        """A prompt of so many tokens stays, or goes to a prefill engine, or is `refused`. `headers`: of the client's
+        trace."""
         if headers:
             at = time.time_ns()
-            self._begin("pd_decide", headers, at, {"pd.decision": "remote" if decision.remote else "local",
-                                                   "pd.reason": decision.reason.value, "pd.tokens": tokens}).end(at)
+            where = "refused" if refused else "remote" if decision.remote else "local"
+            self._begin("pd_decide", headers, at, {"pd.decision": where, "pd.reason": decision.reason.value,
+                                                   "pd.tokens": tokens}).end(at)
 
     @_guarded
     def parked(self, attempt: Attempt, headers: Mapping[str, str] | None, tokens: int, cached_tokens: int) -> None:
