@@ -20,7 +20,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.extras import require_extra, require_vllm
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.launch.plan import UpOptions
-from vllm_pd.ops.options import TopOptions, TrialOptions
+from vllm_pd.ops.options import PlannerOptions, TopOptions, TrialOptions
 from vllm_pd.ops.printing import printable
 from vllm_pd.ops.sizing import SizingOptions
 from vllm_pd.ops.split import SplitOptions
@@ -247,6 +247,16 @@ def top(broker: OfBroker, access: Access, options: TopOptions) -> None:
         show_fleet(broker, access, options)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
+
+
+@app.command()
+@takes_settings
+def planner(broker: OfBroker, access: Access, options: PlannerOptions) -> None:
+    """Say on /metrics how many prefill and decode engines a fleet wants; with --flip, have kv_both engines change their
+    role by it. Starts no engine. SIGTERM or Ctrl-C ends it."""
+    require_extra("router", "httptools", "aiohappyeyeballs", "prometheus_client")
+    from vllm_pd.ops.planner import run_planner
+    run_planner(broker, access, options)
 
 
 def _show(lines: Iterable[str]) -> None:

@@ -57,8 +57,6 @@ class WantedRules(msgspec.Struct, frozen=True):
     lower_after_s: float = 300.0
     high_intervals: int = 2
     low: float = 0.7
-    look_back_s: float = 120.0
-    short_look_back_s: float = 60.0
     margin: float = 1.2
     even: float = 0.75
     busy: float = 0.85
@@ -66,6 +64,16 @@ class WantedRules(msgspec.Struct, frozen=True):
     cache: float = 0.9
     parked: float = 0.4
     waiting: float = 0.1
+
+    @property
+    def short_look_back_s(self) -> float:
+        """For how long a role must have been well with one engine less that gives one to a role that is short."""
+        return 2 * self.cool_down_s
+
+    @property
+    def look_back_s(self) -> float:
+        """Over what both roles are compared for balance."""
+        return 4 * self.cool_down_s
 
 
 class PrefillReading(msgspec.Struct, frozen=True):
@@ -81,8 +89,8 @@ class PrefillReading(msgspec.Struct, frozen=True):
 
 class DecodeReading(msgspec.Struct, frozen=True):
     """The decode engines over an interval. `cache` and `parked`: the shares of their blocks that are in use, and that
-    are set aside for prompts that wait. `running` and `waiting`: requests of all of them, parked ones in neither.
-    `itl_s`, `ttft_s`: means over the interval, None without a token. `handover_s`: the part of `ttft_s` from the offer
+    are set aside for prompts that wait. `running` and `waiting`: requests of all of them, parked ones among those
+    that run. `itl_s`, `ttft_s`: means over the interval, None without a token. `handover_s`: the part of `ttft_s` from the offer
     of a prompt until its KV has come."""
     present: int
     unread: int = 0

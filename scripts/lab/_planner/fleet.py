@@ -201,7 +201,7 @@ class SimulatedFleet:
             _mean([one.prompt_tokens for one in computed]) / self.speed.tokens_per_s + self.speed.send_s),
                 DecodeReading(
             len(decode), 0, sum(one.kv_tokens for one in decode) / kv, sum(one.parked_tokens for one in decode) / kv,
-            sum(one.decoding for one in decode), len(self._at_door), counted.itl_sum_s / tokens if tokens else None,
+            sum(one.seated for one in decode), len(self._at_door), counted.itl_sum_s / tokens if tokens else None,
             _mean([one.ttft_s for one in computed]) if computed else None,
             _mean(counted.waits_s) + _mean([one.prompt_tokens for one in computed]) / self.speed.tokens_per_s))
 
