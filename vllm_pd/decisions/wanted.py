@@ -148,12 +148,13 @@ def decode_pressure(decode: DecodeReading, rules: WantedRules) -> Pressure:
     signs = {Sign.ITL: (decode.itl_s or 0.0) / (rules.itl * rules.itl_s),
              Sign.CACHE: max(0.0, decode.cache - decode.parked) / rules.cache}
     rate = max(signs.values())
-    if decode.waiting:
-        signs[Sign.SEATS] = decode.waiting / max(1.0, decode.running) / rules.waiting
+    waiting = max(0.0, decode.waiting - decode.present)  # one of each engine may just have come
+    if waiting:
+        signs[Sign.SEATS] = waiting / max(1.0, decode.running) / rules.waiting
     late = 0.0 if decode.ttft_s is None else decode.ttft_s / rules.ttft_s
-    if late > 1 and decode.handover_s < (1 - LARGE_PART) * decode.ttft_s and decode.waiting:
+    if late > 1 and decode.handover_s < (1 - LARGE_PART) * decode.ttft_s and waiting:
         signs[Sign.TTFT] = late
-    return _worst(signs, rate, bool(decode.waiting))
+    return _worst(signs, rate, bool(waiting))
 
 
 def _worst(signs: dict[Sign, float], rate: float, stays: bool) -> Pressure:

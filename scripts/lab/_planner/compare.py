@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner against every ratio of prefill to decode engines that never changes, for the same requests."""
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,17 +10,18 @@ from vllm_pd.decisions.wanted import WantedEngines, WantedRules
 
 RULES = WantedRules(ttft_s=TARGETS.ttft_s, itl_s=TARGETS.itl_s)
 INTERVAL_S = 10.0
+LEAST, LEAST_WHERE_LOAD_SHIFTS = 0.95, 1.1  # of the best fixed ratio in hindsight
 MakeRule = Callable[[], WantedEngines]
 
 
 @dataclass(frozen=True)
 class Compared:
     """One load with one seed. `static`: goodput in requests a second by the number of prefill engines; `planned`: that
-    of the planner, which begins with half of them. `trace` as in `SimulatedPlanner`."""
+    of the planner, which begins with half of them. `changed_s`: when an engine changed its role. `trace` as in `SimulatedPlanner`."""
     offered: float
     static: dict[int, float]
     planned: float
-    flips: int
+    changed_s: list[float]
     trace: list[tuple[float, int, float, float]]
 
     @property
@@ -56,5 +58,17 @@ def compare(phases: Sequence[Phase], seed: int, make: MakeRule = make_rule) -> C
     """The planner and all ratios."""
     planned, planner = plan(phases, seed, make)
     return Compared(len(draw(phases, seed)) / lasts_s(phases),
-                    {prefill: static(phases, seed, prefill) for prefill in range(1, ENGINES)}, planned, planner.flips,
-                    planner.trace)
+                    {prefill: static(phases, seed, prefill) for prefill in range(1, ENGINES)}, planned,
+                    planner.changed_s, planner.trace)
+
+
+def faults(found: Compared, shifts: bool) -> list[str]:
+    """What is wrong with a planner by one comparison. `shifts`: no fixed ratio can be right for this load."""
+    wrong = []
+    if found.ratio < LEAST:
+        wrong.append(f"goodput: {found.ratio:.3f} of the best fixed ratio")
+    if shifts and found.ratio < LEAST_WHERE_LOAD_SHIFTS:
+        wrong.append(f"shifts: {found.ratio:.3f} of the best fixed ratio, where none is right")
+    if any(later - earlier < RULES.cool_down_s for earlier, later in itertools.pairwise(found.changed_s)):
+        wrong.append(f"cool-down: {len(found.changed_s)} changes, two within {RULES.cool_down_s:g} s")
+    return wrong

@@ -242,12 +242,12 @@ def _mean(values: Sequence[float]) -> float:
 
 class SimulatedPlanner:
     """`vllm-pd planner --flip` of a simulated fleet. `rule`: makes the decisions. `trace`: at each decision the time,
-    the prefill engines, and both pressures."""
+    the prefill engines, and both pressures. `changed_s`: when an engine changed its role."""
 
     def __init__(self, rule: WantedEngines, interval_s: float) -> None:
         self.rule, self.interval_s = rule, interval_s
         self.trace: list[tuple[float, int, float, float]] = []
-        self.flips = 0
+        self.changed_s: list[float] = []
         self._looked_s = 0.0
 
     def look(self, fleet: SimulatedFleet) -> None:
@@ -262,7 +262,7 @@ class SimulatedPlanner:
         gives = Role.DECODE if found.flip_to is Role.PREFILL else Role.PREFILL
         chosen = min(fleet.of_role(gives), key=lambda one: (one.open, one.number))
         chosen.role = found.flip_to
-        self.flips += 1
+        self.changed_s.append(fleet.now)
         self.rule.role_changed(fleet.now)
 
 
