@@ -74,7 +74,8 @@ def test_how_long_jobs_waited_is_what_they_were_not_computed():
     load = m.Load(running=7, waiting=3)
     none = dict.fromkeys([*figures, *counts, *more], 0.0)
     p = {"load": m.Load(tokens_per_s=1000.0)}
-    before = fleet(engine("p", PREFILL, **p, pd_job_tokens_total=0.0, pd_jobs_total=0.0), engine("d", BOTH, **none))
+    before = fleet(engine("p", PREFILL, **p, pd_job_tokens_total=0.0, pd_jobs_total=0.0),
+                   engine("d", BOTH, load=m.Load(running=9, waiting=5), **none))
     after = fleet(engine("p", PREFILL, 10.0, **p, pd_job_tokens_total=1e4, pd_jobs_total=10.0),
                   engine("d", BOTH, 10.0, load=load, **figures, **counts, **more))
     prefill, decode = read_roles(before, after)

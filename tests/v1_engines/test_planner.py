@@ -47,7 +47,7 @@ class Mix:
 
 # Engines hand over what is longer than a block. Of the first kind the decode engines have little to do; of the second
 # one of them alone has no seat for all.
-LONG_PROMPTS, LONG_ANSWERS = Mix(8, 300, 2), Mix(3 * SEATS, 16, 24)
+LONG_PROMPTS, LONG_ANSWERS = Mix(6, 300, 2), Mix(3 * SEATS, 16, 24)
 
 
 @dataclass

@@ -64,12 +64,12 @@ def _since(before: MemberReading | None, now: MemberReading) -> ReadEngine:
 def read_roles(before: FleetReading | None, after: FleetReading) -> tuple[PrefillReading, DecodeReading]:
     """Both roles over the interval between two readings of a fleet."""
     engines = pair(before, after)
+    earlier = {} if before is None else {one.member.incarnation: one.member for one in before.engines}
     prefill = [one for one in engines if acts_as(one.member) is Role.PREFILL]
     decode = [one for one in engines if acts_as(one.member) is Role.DECODE]
-    work = _Work.of(engines, prefill, 0 if before is None else before.queue_length, after.queue_length,
-                    {} if before is None else {one.member.incarnation: one.member for one in before.engines})
+    work = _Work.of(engines, prefill, 0 if before is None else before.queue_length, after.queue_length, earlier)
     return (PrefillReading(len(prefill), _unread(prefill), work.busy, work.wait_s, work.compute_s),
-            _read_decode(decode, work))
+            _read_decode(decode, earlier, work))
 
 
 def _unread(engines: Iterable[ReadEngine]) -> int:
@@ -86,7 +86,8 @@ class _Work(NamedTuple):
     @classmethod
     def of(cls, engines: Iterable[ReadEngine], prefill: list[ReadEngine], queued_before: int, queued: int,
            earlier: Mapping[str, Member]) -> _Work:
-        """`queued`: jobs that wait at the broker. The work is what was computed, wherever, and what has piled up."""
+        """`queued`: jobs that wait at the broker. The work is what prefill engines have computed, and what has piled up;
+        what decode engines that act as `kv_both` do beside is not theirs."""
         read = [one for one in engines if one.added is not None]
         passed_s = _mean([one.passed_s for one in read])
         jobs, tokens = _sum(read, JOBS), _sum(read, JOB_TOKENS)
@@ -104,12 +105,14 @@ class _Work(NamedTuple):
         mean_s = {stage: seconds / handovers if handovers else 0.0 for stage, seconds in stages.items()}
         compute_s = min(of_job / _mean(measured), mean_s["prefill"]) if measured else mean_s["prefill"]
         waited_s = mean_s["queue"] + mean_s["prefill"] - compute_s
-        busy = (tokens + backlog - backlog_before) / (speed * passed_s) if speed and passed_s else 0.0
+        done = _sum([one for one in prefill if one.added is not None], JOB_TOKENS)
+        busy = (done + backlog - backlog_before) / (speed * passed_s) if speed and passed_s else 0.0
         return cls(max(0.0, busy), max(waited_s, backlog / speed if speed else 0.0),
                    compute_s + mean_s["transfer"], sum(stages.values()))
 
 
-def _read_decode(decode: list[ReadEngine], work: _Work) -> DecodeReading:
+def _read_decode(decode: list[ReadEngine], earlier: Mapping[str, Member], work: _Work) -> DecodeReading:
+    """Requests that wait at one moment may be gone in the next, so the lower number of both counts."""
     read = [one for one in decode if one.added is not None]
     blocks = sum(map(_blocks, read))
     parked = sum(one.reading.figures.value("vllm:pd_parked_blocks") for one in read)
@@ -117,7 +120,9 @@ def _read_decode(decode: list[ReadEngine], work: _Work) -> DecodeReading:
     return DecodeReading(
         len(decode), _unread(decode), _mean([_usage(one.reading.figures) for one in read]),
         min(1.0, parked / blocks) if blocks else 0.0, sum(one.member.load.running for one in decode),
-        sum(one.member.load.waiting for one in decode), _mean_of(read, *ITLS), _mean_of(read, TTFT),
+        min(sum(one.member.load.waiting for one in decode),
+            sum(earlier[one.member.incarnation].load.waiting for one in decode if one.member.incarnation in earlier)),
+        _mean_of(read, *ITLS), _mean_of(read, TTFT),
         work.handover_sum_s / first_tokens if first_tokens else 0.0)
 
 
