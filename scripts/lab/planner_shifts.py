@@ -3,7 +3,7 @@
 """`vllm-pd planner --flip` against every fixed ratio of prefill to decode engines, over loads that shift, in simulated
 time.
 
-    python scripts/lab/planner_shifts.py --json docs/results/planner_shifts.json --picture docs/results/planner_shifts.png
+    python scripts/lab/planner_shifts.py --json planner_shifts.json --picture planner_shifts.png
 
 The fleet is simulated (`_planner.fleet`), the rule is the planner's own. Goodput is the requests a second that met both
 targets. The best fixed ratio is that of the same requests in hindsight. The same arguments give the same figures.

@@ -66,7 +66,7 @@ class NeverChanges(WantedEngines):
 
 
 @pytest.mark.parametrize("broken, load, fault", [
-    (NoHysteresis, "bursts of ten seconds", "goodput"), (NoHysteresis, "long drains, steps each 20 minutes", "cool-down"),
+    (NoHysteresis, "bursts of ten seconds", "goodput"), (NoHysteresis, "steady, long answers", "cool-down"),
     (WrongSign, "one step", "goodput"), (NoCoolDown, "one step", "cool-down"), (NeverChanges, "one step", "goodput")])
 def test_a_broken_planner_is_found(broken, load, fault):
     assert any(one.startswith(fault) for one in faults(compare(LOADS[load], 1, broken), load in SHIFTING))

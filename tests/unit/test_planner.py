@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd planner` without a socket: what it makes of readings, which engine it chooses, and when it gives no order."""
+"""`vllm-pd planner` without a socket: what it makes of readings, which engine it chooses, when it gives no order."""
+import itertools
 import re
 from pathlib import Path
 
@@ -194,7 +195,7 @@ def test_an_engine_that_refuses_is_left_alone_for_longer_each_time_and_another_i
     alone = PlayedFleet({"p": PREFILL, "a": DECODE, "b": DECODE}, refusing=("a", "b"))
     alone.run(200)
     times = [at_s for at_s, name, _ in alone.orders if name == "a"]
-    gaps = [after - before for before, after in zip(times, times[1:])]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     assert len(gaps) >= 3 and gaps == sorted(gaps) and gaps[-1] > 2 * gaps[0]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd planner --flip` with three real engines that were started as kv_both, behind a router: their roles follow the
-load, no request fails, and all tokens are those of one plain engine.
+"""`vllm-pd planner --flip` with three real engines that were started as kv_both, behind a router: their roles follow
+the load, no request fails, and all tokens are those of one plain engine.
 """
 import asyncio
 import contextlib

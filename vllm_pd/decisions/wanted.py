@@ -89,9 +89,9 @@ class PrefillReading(msgspec.Struct, frozen=True):
 
 class DecodeReading(msgspec.Struct, frozen=True):
     """The decode engines over an interval. `cache` and `parked`: the shares of their blocks that are in use, and that
-    are set aside for prompts that wait. `running` and `waiting`: requests of all of them, parked ones among those
-    that run. `itl_s`, `ttft_s`: means over the interval, None without a token. `handover_s`: the part of `ttft_s` from the offer
-    of a prompt until its KV has come."""
+    are set aside for prompts that wait. `running` and `waiting`: requests of all of them, parked ones among those that
+    run. `itl_s`, `ttft_s`: means over the interval, None without a token. `handover_s`: the part of `ttft_s` from the
+    offer of a prompt until its KV has come."""
     present: int
     unread: int = 0
     cache: float = 0.0
@@ -217,9 +217,8 @@ class _RoleHistory:
             self._more, self._raised_s = 1, now
         elif self._low_since_s is not None and now - self._low_since_s >= rules.lower_after_s:
             self._more = -1
-        elif self._more > 0 and pressure < rules.low and not unread and now - self._raised_s >= rules.lower_after_s:
-            self._more = 0
-        elif self._more < 0 and left > 1:
+        elif (self._more > 0 and pressure < rules.low and not unread and now - self._raised_s >= rules.lower_after_s
+              or self._more < 0 and left > 1):
             self._more = 0
         return max(1, present + self._more)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `vllm-pd doctor --try`, `vllm-pd top` and `vllm-pd planner`, which the command needs before it needs the rest of them."""
+"""The options of `vllm-pd doctor --try`, `vllm-pd top` and `vllm-pd planner`, which the command needs before it needs
+the rest of them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class PlannerOptions:
     flip: Annotated[bool, Option("Have engines that were started as kv_both change their role. Without it nothing is "
                                  "changed, and the log says what would be.", flag="--flip")] = False
     interval_s: Annotated[float, Option("How often to read all engines and decide.")] = 10.0
-    ttft_target_ms: Annotated[float, Option("The time to the first token that clients shall have, on average.")] = 2000.0
+    ttft_target_ms: Annotated[float, Option("The time to the first token that clients shall have, on average."
+                                            )] = 2000.0
     itl_target_ms: Annotated[float, Option("The time from one token to the next, likewise.")] = 50.0
     cool_down_s: Annotated[float, Option("After a change of an engine's role there is none for this long.")] = 30.0
     lower_after_s: Annotated[float, Option("How long one engine less must have been enough until one less is "

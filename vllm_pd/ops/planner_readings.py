@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from vllm_pd.decisions.wanted import DecodeReading, PrefillReading
 from vllm_pd.ops.scrape import MetricsSnapshot
-from vllm_pd.ops.top import FleetReading, MemberReading, degraded_reason
 from vllm_pd.ops.top import WANTED as OF_TOP
+from vllm_pd.ops.top import FleetReading, MemberReading, degraded_reason
 from vllm_pd.peer.degraded import Cause
 from vllm_pd.protocol.messages import Member, Role
 
@@ -24,6 +24,7 @@ USAGES = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 BLOCKS = "vllm:cache_config_info"
 JOB_TOKENS, JOBS = "vllm:pd_job_tokens_total", "vllm:pd_jobs_total"
 HANDOVER = "vllm:pd_handover_seconds"
+STAGES = ("queue", "claim", "prefill", "transfer")  # until the KV has come
 WANTED = (*OF_TOP, JOB_TOKENS, BLOCKS, *(f"{name}_{part}" for name in (TTFT, *ITLS) for part in ("sum", "count")))
 _GROWING = (JOBS, JOB_TOKENS, f"{TTFT}_count", f"{HANDOVER}_count")
 
@@ -67,7 +68,7 @@ def read_roles(before: FleetReading | None, after: FleetReading) -> tuple[Prefil
     earlier = {} if before is None else {one.member.incarnation: one.member for one in before.engines}
     prefill = [one for one in engines if acts_as(one.member) is Role.PREFILL]
     decode = [one for one in engines if acts_as(one.member) is Role.DECODE]
-    work = _Work.of(engines, prefill, 0 if before is None else before.queue_length, after.queue_length, earlier)
+    work = _read_work(engines, prefill, (0 if before is None else before.queue_length, after.queue_length), earlier)
     return (PrefillReading(len(prefill), _unread(prefill), work.busy, work.wait_s, work.compute_s),
             _read_decode(decode, earlier, work))
 
@@ -77,38 +78,43 @@ def _unread(engines: Iterable[ReadEngine]) -> int:
 
 
 class _Work(NamedTuple):
-    """What prefill engines had to do. `handover_sum_s`: all stages of all hand-overs until their KV had come."""
+    """What prefill engines had to do; see `PrefillReading`. `handover_sum_s`: all stages of all hand-overs until their
+    KV had come."""
     busy: float
     wait_s: float
     compute_s: float
     handover_sum_s: float
 
-    @classmethod
-    def of(cls, engines: Iterable[ReadEngine], prefill: list[ReadEngine], queued_before: int, queued: int,
-           earlier: Mapping[str, Member]) -> _Work:
-        """`queued`: jobs that wait at the broker. The work is what prefill engines have computed, and what has piled up;
-        what decode engines that act as `kv_both` do beside is not theirs."""
-        read = [one for one in engines if one.added is not None]
-        passed_s = _mean([one.passed_s for one in read])
-        jobs, tokens = _sum(read, JOBS), _sum(read, JOB_TOKENS)
-        all_jobs = sum(one.reading.figures.value(JOBS) for one in read)
-        all_tokens = sum(one.reading.figures.value(JOB_TOKENS) for one in read)
-        of_job = tokens / jobs if jobs else all_tokens / all_jobs if all_jobs else 0.0
-        measured = [one.member.load.tokens_per_s for one in prefill if one.member.load.tokens_per_s]
-        speed = _mean(measured) * len(prefill)  # one that has computed nothing yet is as fast as the others
-        backlog = queued * of_job + sum(one.member.load.job_tokens for one in prefill)
-        backlog_before = queued_before * of_job + sum(
-            earlier[one.member.incarnation].load.job_tokens for one in prefill if one.member.incarnation in earlier)
-        handovers = _sum(read, f"{HANDOVER}_count", stage="prefill")
-        stages = {stage: _sum(read, f"{HANDOVER}_sum", stage=stage) for stage in ("queue", "claim", "prefill",
-                                                                                   "transfer")}
-        mean_s = {stage: seconds / handovers if handovers else 0.0 for stage, seconds in stages.items()}
-        compute_s = min(of_job / _mean(measured), mean_s["prefill"]) if measured else mean_s["prefill"]
-        waited_s = mean_s["queue"] + mean_s["prefill"] - compute_s
-        done = _sum([one for one in prefill if one.added is not None], JOB_TOKENS)
-        busy = (done + backlog - backlog_before) / (speed * passed_s) if speed and passed_s else 0.0
-        return cls(max(0.0, busy), max(waited_s, backlog / speed if speed else 0.0),
-                   compute_s + mean_s["transfer"], sum(stages.values()))
+
+def _read_work(engines: Iterable[ReadEngine], prefill: list[ReadEngine], queued: tuple[int, int],
+               earlier: Mapping[str, Member]) -> _Work:
+    """`queued`: jobs that wait at the broker, before and now. The work is what prefill engines have computed, and what
+    has piled up; what decode engines that act as `kv_both` do beside is not theirs."""
+    read = [one for one in engines if one.added is not None]
+    of_job = _tokens_of_job(read)
+    speeds = [one.member.load.tokens_per_s for one in prefill if one.member.load.tokens_per_s]
+    speed = _mean(speeds) * len(prefill)  # one that has computed nothing yet is as fast as the others
+    backlog_before, backlog = (
+        jobs * of_job + sum(one.load.job_tokens for one in members) for jobs, members in zip(queued, (
+            [earlier[one.member.incarnation] for one in prefill if one.member.incarnation in earlier],
+            [one.member for one in prefill]), strict=True))
+    done = _sum([one for one in prefill if one.added is not None], JOB_TOKENS)
+    passed_s = _mean([one.passed_s for one in read])
+    handovers = _sum(read, f"{HANDOVER}_count", stage="prefill")
+    sums_s = {stage: _sum(read, f"{HANDOVER}_sum", stage=stage) for stage in STAGES}
+    mean_s = {stage: seconds / handovers if handovers else 0.0 for stage, seconds in sums_s.items()}
+    compute_s = min(of_job / _mean(speeds), mean_s["prefill"]) if speeds else mean_s["prefill"]
+    waited_s = mean_s["queue"] + mean_s["prefill"] - compute_s
+    return _Work(max(0.0, (done + backlog - backlog_before) / (speed * passed_s)) if speed and passed_s else 0.0,
+                 max(waited_s, backlog / speed if speed else 0.0), compute_s + mean_s["transfer"], sum(sums_s.values()))
+
+
+def _tokens_of_job(read: Collection[ReadEngine]) -> float:
+    """How long a job was on average in the interval; without one since the engines' starts."""
+    jobs, tokens = _sum(read, JOBS), _sum(read, JOB_TOKENS)
+    if not jobs:
+        jobs, tokens = (sum(one.reading.figures.value(name) for one in read) for name in (JOBS, JOB_TOKENS))
+    return tokens / jobs if jobs else 0.0
 
 
 def _read_decode(decode: list[ReadEngine], earlier: Mapping[str, Member], work: _Work) -> DecodeReading:

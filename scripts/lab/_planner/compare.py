@@ -17,7 +17,7 @@ MakeRule = Callable[[], WantedEngines]
 @dataclass(frozen=True)
 class Compared:
     """One load with one seed. `static`: goodput in requests a second by the number of prefill engines; `planned`: that
-    of the planner, which begins with half of them. `changed_s`: when an engine changed its role. `trace` as in `SimulatedPlanner`."""
+    of the planner, which begins with half of them. `changed_s` and `trace` as in `SimulatedPlanner`."""
     offered: float
     static: dict[int, float]
     planned: float
