@@ -65,11 +65,13 @@ class NeverChanges(WantedEngines):
         return super().decide(now, prefill, decode)._replace(flip_to=None)
 
 
-@pytest.mark.parametrize("broken, load, fault", [
-    (NoHysteresis, "bursts of ten seconds", "goodput"), (NoHysteresis, "steady, long answers", "cool-down"),
-    (WrongSign, "one step", "goodput"), (NoCoolDown, "one step", "cool-down"), (NeverChanges, "one step", "goodput")])
-def test_a_broken_planner_is_found(broken, load, fault):
-    assert any(one.startswith(fault) for one in faults(compare(LOADS[load], 1, broken), load in SHIFTING))
+@pytest.mark.parametrize("broken, load, best, fault", [
+    (NoHysteresis, "bursts of ten seconds", 5, "goodput"), (NoHysteresis, "steady, long answers", 2, "cool-down"),
+    (WrongSign, "one step", 2, "goodput"), (NoCoolDown, "one step", 2, "cool-down"),
+    (NeverChanges, "one step", 2, "goodput")])
+def test_a_broken_planner_is_found(broken, load, best, fault):
+    """`best`: the prefill engines of the best fixed ratio."""
+    assert any(one.startswith(fault) for one in faults(compare(LOADS[load], 1, broken, (best, )), load in SHIFTING))
 
 
 def one_request(prompt_tokens: int, answer_tokens: int, speed: FleetSpeed) -> LoadRequest:

@@ -112,23 +112,33 @@ def test_the_engine_with_the_least_to_do_is_chosen():
                                                for name, figures in engines.items())) for at_s in (0.0, 10.0)]
     assert choose(*both, PREFILL, ()).incarnation == "b"
     assert choose(*both, PREFILL, ("b", )).incarnation == "a"
-    assert choose(*both, DECODE, ()).incarnation == "p"
-    assert choose(*both, DECODE, ("p", )) is None
+    assert choose(*both, PREFILL, ("a", "b", "c")) is None
+    assert choose(*both, DECODE, ()) is None, "the last one of its role stays"
 
 
 def test_neither_a_degraded_engine_nor_one_of_several_ranks_is_chosen():
     ill = {"pd_degraded__reason_broker": 1.0}
     ranks = {"num_requests_running__engine_0": 0.0, "num_requests_running__engine_1": 0.0}
     for figures in (ill, ranks):
-        both = [fleet(engine("p", PREFILL, at_s), engine("d", DECODE, at_s, **figures)) for at_s in (0.0, 10.0)]
-        assert choose(*both, PREFILL, ()) is None
+        both = [fleet(engine("p", PREFILL, at_s), engine("d", DECODE, at_s, **figures), engine("e", DECODE, at_s),
+                      engine("f", DECODE, at_s)) for at_s in (0.0, 10.0)]
+        assert choose(*both, PREFILL, ()).incarnation == "e"
+        assert choose(*both, PREFILL, ("e", "f")) is None
+
+
+def test_the_last_engine_of_its_role_that_is_well_is_not_chosen():
+    ill = {"pd_degraded__reason_broker": 1.0}
+    both = [fleet(engine("p", PREFILL, at_s), engine("d", DECODE, at_s, **ill), engine("e", DECODE, at_s))
+            for at_s in (0.0, 10.0)]
+    assert choose(*both, PREFILL, ()) is None
 
 
 def test_an_engine_without_anybody_to_work_with_is_chosen_where_that_mends_it():
     alone = {"pd_degraded__reason_peer": 1.0}
     lonely = [fleet(*(engine(name, DECODE, at_s, **alone) for name in "de")) for at_s in (0.0, 10.0)]
     assert choose(*lonely, PREFILL, ()).incarnation == "d"
-    others = [fleet(engine("p", PREFILL, at_s), engine("d", DECODE, at_s, **alone)) for at_s in (0.0, 10.0)]
+    others = [fleet(engine("p", PREFILL, at_s), *(engine(name, DECODE, at_s, **alone) for name in "de"))
+              for at_s in (0.0, 10.0)]
     assert choose(*others, PREFILL, ()) is None
 
 

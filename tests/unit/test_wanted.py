@@ -124,6 +124,20 @@ def test_an_engine_that_was_not_read_is_not_taken_for_idle(unread):
     assert more.flip_to is None, "the decode engine that was not read may be busy"
 
 
+def test_a_role_of_which_an_engine_was_not_read_a_minute_ago_gives_nothing():
+    clocked = Clocked()
+    clocked.see(P, IDLE_D, intervals=3)
+    clocked.see(BUSY_P, DecodeReading(2, 1))
+    found = [clocked.see(BUSY_P, IDLE_D).flip_to for _ in range(8)]
+    assert found[:6] == [None] * 6 and found[7] is Role.PREFILL
+
+
+def test_the_time_before_the_first_reading_counts_for_nothing():
+    clocked = Clocked()
+    clocked.see(PrefillReading(2, 2), DecodeReading(2, 2))
+    assert clocked.see(BUSY_P, IDLE_D, intervals=2).flip_to is Role.PREFILL
+
+
 def test_a_role_that_nobody_has_is_wanted_at_once():
     clocked = Clocked()
     found = clocked.see(PrefillReading(0), DecodeReading(3))

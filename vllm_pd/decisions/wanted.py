@@ -185,24 +185,30 @@ class _RoleHistory:
         self._raised_s = NEVER_S
         self._more = 0
 
-    def see(self, now: float, present: int, pressure: Pressure) -> None:
-        """An interval that has ended. A role that nobody has needs one engine."""
+    def see(self, now: float, present: int, unread: int, pressure: Pressure) -> None:
+        """An interval that has ended. A role that nobody has needs one engine; one of which an engine was not read may
+        have needed them all. The time before the first reading counts for nothing."""
         while self._last and self._last[0].at_s < now - self._rules.look_back_s:
             self._last.popleft()
-        self._last.append(_Seen(now, pressure.rate * present, pressure.all * present,
-                                min(pressure.all, MOST_OF_MEAN) * present) if present else _Seen(now, 1.0, 1.0, 1.0))
+        if not present:
+            self._last.append(_Seen(now, 1.0, 1.0, 1.0))
+        elif self._last or unread < present:
+            needed = max(pressure.all, 1.0) if unread else pressure.all
+            self._last.append(_Seen(now, pressure.rate * present, needed * present,
+                                    min(pressure.all, MOST_OF_MEAN) * present))
 
     def most(self, since_s: float) -> float:
         """The engines that were needed since then, at most."""
-        return max(seen.needed for seen in self._last if seen.at_s >= since_s)
+        return max((seen.needed for seen in self._last if seen.at_s >= since_s), default=math.inf)
 
     def mean(self) -> float:
         """The engines that were needed in all of `look_back_s`, on average."""
-        return sum(seen.capped for seen in self._last) / len(self._last)
+        return sum(seen.capped for seen in self._last) / max(1, len(self._last))
 
     def lasting(self) -> float:
         """The engines that are needed for long: by each of the last intervals at least as many."""
-        return min(seen.lasting for seen in list(self._last)[-self._rules.high_intervals:])
+        last = list(self._last)[-self._rules.high_intervals:]
+        return min(seen.lasting for seen in last) if len(last) == self._rules.high_intervals else 0.0
 
     def wanted(self, now: float, present: int, unread: int, pressure: float) -> int:
         """The number that is wanted, 1 at least. Where an engine was not read the others may all be idle, and none less
@@ -240,8 +246,8 @@ class WantedEngines:
         """The decision for the interval that ends now."""
         of_prefill = prefill_pressure(prefill, decode, self.rules)
         of_decode = decode_pressure(decode, self.rules)
-        self._prefill.see(now, prefill.present, of_prefill)
-        self._decode.see(now, decode.present, of_decode)
+        self._prefill.see(now, prefill.present, prefill.unread, of_prefill)
+        self._decode.see(now, decode.present, decode.unread, of_decode)
         found = WantedDecision(
             WantedRole(self._prefill.wanted(now, prefill.present, prefill.unread, of_prefill.all), prefill.present,
                        prefill.unread, of_prefill.all, of_prefill.sign),

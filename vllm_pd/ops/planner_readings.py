@@ -159,13 +159,15 @@ def _mean_of(read: Collection[ReadEngine], *names: str) -> float | None:
 
 def choose(before: FleetReading | None, after: FleetReading, to: Role, avoided: Collection[str]) -> Member | None:
     """The engine of the other role that has least to do, and may change its role; None without one. Not one that
-    drains, is degraded, was not read, or is one of several ranks of a server; nor those `avoided`."""
+    drains, is degraded, was not read, or is one of several ranks of a server; nor those `avoided`, nor the last one of
+    its role that is well."""
     engines = pair(before, after)
     lacking = not any(acts_as(one.member) is to for one in engines)
-    found = [one for one in engines if acts_as(one.member) is not to and one.added is not None
-             and one.member.incarnation not in avoided and _is_well(one.reading, lacking)
+    well = [one for one in engines if acts_as(one.member) is not to and one.added is not None
+            and _is_well(one.reading, lacking)]
+    found = [one for one in well if one.member.incarnation not in avoided
              and len(one.reading.figures.by("vllm:num_requests_running", "engine")) <= 1]
-    return min(found, key=_burden).member if found else None
+    return min(found, key=_burden).member if found and len(well) > 1 else None
 
 
 def _is_well(reading: MemberReading, lacking: bool) -> bool:

@@ -54,11 +54,12 @@ def static(phases: Sequence[Phase], seed: int, prefill: int) -> float:
     return goodput(requests, lasts_s(phases), TARGETS)
 
 
-def compare(phases: Sequence[Phase], seed: int, make: MakeRule = make_rule) -> Compared:
-    """The planner and all ratios."""
+def compare(phases: Sequence[Phase], seed: int, make: MakeRule = make_rule,
+            ratios: Sequence[int] = range(1, ENGINES)) -> Compared:
+    """The planner and the fixed ratios with so many prefill engines."""
     planned, planner = plan(phases, seed, make)
     return Compared(len(draw(phases, seed)) / lasts_s(phases),
-                    {prefill: static(phases, seed, prefill) for prefill in range(1, ENGINES)}, planned,
+                    {prefill: static(phases, seed, prefill) for prefill in ratios}, planned,
                     planner.changed_s, planner.trace)
 
 
