@@ -64,6 +64,14 @@ def test_one_that_has_computed_nothing_yet_is_as_fast_as_the_others():
     assert read_roles(before, after)[0].busy == pytest.approx(10_000 / 20_000)
 
 
+def test_prefill_engines_that_were_not_read_could_do_nothing():
+    loads = {"load": m.Load(tokens_per_s=1000.0)}
+    before, after = (fleet(engine("p", PREFILL, at_s, **loads, pd_job_tokens_total=at_s * 500),
+                           engine("q", PREFILL, at_s, fault="no answer within 1 s", **loads)) for at_s in (0.0, 10.0))
+    prefill, _ = read_roles(before, after)
+    assert (prefill.present, prefill.unread) == (2, 1) and prefill.busy == pytest.approx(0.5)
+
+
 def test_how_long_jobs_waited_is_what_they_were_not_computed():
     """In the queue, and at the prefill engine behind others: 0.5 s + 1.5 s - 1,000 tokens at 1,000 a second."""
     stages = {"queue": 5.0, "claim": 0.1, "prefill": 15.0, "transfer": 1.0}
@@ -246,6 +254,7 @@ def test_a_broker_that_does_not_answer_decides_nothing():
     line = played.planner.plan(faulty(played.reading(), "no broker answers"))
     assert line == "no decision: no broker answers"
     assert played.metrics.present.labels("decode")._value.get() == 3
+    assert "not read" not in played.run(1)[0], "the reading before that one counts"
 
 
 def faulty(reading: FleetReading, fault: str) -> FleetReading:

@@ -88,9 +88,9 @@ class Planner:
 
     def plan(self, reading: FleetReading) -> str:
         """Decide by a reading, and act. Returns the line about it. A broker that does not answer decides nothing."""
-        before, self._before = self._before, reading
         if reading.fault:
             return f"no decision: {reading.fault}"
+        before, self._before = self._before, reading
         now = self._clock()
         self._see_roles(now, reading)
         decision = self._rule.decide(now, *read_roles(before, reading))

@@ -93,19 +93,20 @@ def _read_work(engines: Iterable[ReadEngine], prefill: list[ReadEngine], queued:
     read = [one for one in engines if one.added is not None]
     of_job = _tokens_of_job(read)
     speeds = [one.member.load.tokens_per_s for one in prefill if one.member.load.tokens_per_s]
+    done = [one.added.value(JOB_TOKENS) for one in prefill if one.added is not None]
     speed = _mean(speeds) * len(prefill)  # one that has computed nothing yet is as fast as the others
     backlog_before, backlog = (
         jobs * of_job + sum(one.load.job_tokens for one in members) for jobs, members in zip(queued, (
             [earlier[one.member.incarnation] for one in prefill if one.member.incarnation in earlier],
             [one.member for one in prefill]), strict=True))
-    done = _sum([one for one in prefill if one.added is not None], JOB_TOKENS)
     passed_s = _mean([one.passed_s for one in read])
     handovers = _sum(read, f"{HANDOVER}_count", stage="prefill")
     sums_s = {stage: _sum(read, f"{HANDOVER}_sum", stage=stage) for stage in STAGES}
     mean_s = {stage: seconds / handovers if handovers else 0.0 for stage, seconds in sums_s.items()}
     compute_s = min(of_job / _mean(speeds), mean_s["prefill"]) if speeds else mean_s["prefill"]
     waited_s = mean_s["queue"] + mean_s["prefill"] - compute_s
-    return _Work(max(0.0, (done + backlog - backlog_before) / (speed * passed_s)) if speed and passed_s else 0.0,
+    could = _mean(speeds) * len(done) * passed_s  # tokens, of those that were read
+    return _Work(max(0.0, (sum(done) + backlog - backlog_before) / could) if could else 0.0,
                  max(waited_s, backlog / speed if speed else 0.0), compute_s + mean_s["transfer"], sum(sums_s.values()))
 
 
