@@ -75,6 +75,17 @@ def tokens_of(engine: DecodeEngine, blocks: int, more: int = 0, first: int = 100
     return [first + number for number in range(blocks * engine.block_size + more)]
 
 
+class SendsShort:
+    """A policy of an operator's own."""
+
+    def __init__(self, config) -> None:
+        self._threshold = config.max_local_prefill_tokens
+
+    def wants_peer(self, prompt) -> bool:
+        """Whether it is under the threshold."""
+        return prompt.prompt_tokens - prompt.cached_tokens <= self._threshold
+
+
 @pytest.fixture
 def engine(make) -> DecodeEngine:
     return make()
@@ -166,6 +177,17 @@ def test_b2_what_is_less_than_a_block_stays_whatever_the_threshold(make, tokens)
         assert decisions(engine) == [("remote", "length")]
         engine.prefilled(engine.attempts("r")[-1])
     engine.end()
+
+
+def test_a_policy_of_the_operators_own_decides(make):
+    engine = make(policy=f"{SendsShort.__module__}.{SendsShort.__name__}")
+    engine.add("long", long(engine))
+    assert engine.is_answered("long")
+    engine.add("short", short(engine, 900))
+    assert engine.is_parked("short")
+    engine.prefilled(engine.attempts("short")[-1])
+    engine.end()
+    assert decisions(engine) == [("local", "own"), ("remote", "own")]
 
 
 def test_b4_a_prompt_that_is_cached_here_makes_no_job(engine):

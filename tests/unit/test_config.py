@@ -56,7 +56,8 @@ def test_every_key_can_be_set(files):
              "max_fallback_share": 1, "claim_retry_s": 0.25, "heartbeat_s": 0.5, "ttl_s": 4, "prefix_reads": "never",
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
              "log_decisions": True, "nats_prefix": "mine", "hold_s": 0, "lifeline_port": 5703,
-             "zone": "rack-7", "fallback": "refuse", "fallback_tokens": 77, "fallback_wait_s": 0.5,
+             "policy": "my_module.MyPolicy", "zone": "rack-7",
+             "fallback": "refuse", "fallback_tokens": 77, "fallback_wait_s": 0.5,
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
                        "pinned_gib": 1}, **files}
@@ -121,6 +122,7 @@ def test_b80_wrong_type(name, value):
     ("prefill_step_s", 0), ("prefill_overtaking", -1), ("max_prefill_tokens", 0),
     ("max_parked_fraction", 0), ("lifeline_port", -1), ("lifeline_port", 65536),
     ("zone", ""), ("zone", "a b"), ("zone", "a\n"), ("zone", "a" * 65), ("zone", 7),
+    ("policy", ""), ("policy", "NoModule"), ("policy", "a.b; import os"), ("policy", "a..B"), ("policy", "a.B\n"),
     ("max_parked_fraction", 1.01), ("max_parked_fraction", float("nan")), ("lease_s", 0), ("lease_s", -3),
     ("lease_s", float("inf")), ("lease_s", 10**400), ("attempt_deadline_s", 0), ("claim_retry_s", 0),
     ("heartbeat_s", 0), ("ttl_s", 0), ("itl_target_ms", 0), ("itl_target_ms", 60_001),
@@ -172,9 +174,9 @@ def test_b80_a_word_that_is_no_number_of_tokens(value):
 
 def test_what_the_policy_gets():
     fixed = PDConfig.parse("kv_consumer", {**BROKER, "max_local_prefill_tokens": 7, "attempts": 3})
-    assert fixed.policy == PolicyConfig(max_local_prefill_tokens=7, attempts=3) and not fixed.decides_by_time
+    assert fixed.bounds == PolicyConfig(max_local_prefill_tokens=7, attempts=3) and not fixed.decides_by_time
     auto = PDConfig.parse("kv_consumer", {**BROKER, "max_local_prefill_tokens": "auto", "itl_target_ms": 80})
-    assert auto.policy == PolicyConfig(max_local_prefill_tokens=1000, auto=True, itl_target_s=0.08)
+    assert auto.bounds == PolicyConfig(max_local_prefill_tokens=1000, auto=True, itl_target_s=0.08)
     assert auto.decides_by_time
     typed = dict(map(parse_setting, ["max_local_prefill_tokens=auto", "itl_target_ms=80"]))  # after --pd
     assert PDConfig.parse("kv_consumer", {**BROKER, **typed}) == auto

@@ -57,7 +57,7 @@ def test_the_first_no_counts():
 
 def test_every_reason_is_reached():
     by_time = {Reason.TTFT, Reason.ITL}  # tests/unit/test_expected.py
-    asked = {Reason.ASKED, Reason.ROLE}  # ROLE: decided before the policy is asked
+    asked = {Reason.ASKED, Reason.ROLE, Reason.OWN}  # ROLE: decided before the policy is asked; OWN: test_own_policy
     assert {reason for _, reason in CASES} | {Reason.LENGTH, Reason.HELD} | by_time | asked == set(Reason)
 
 

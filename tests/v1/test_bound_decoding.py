@@ -11,6 +11,7 @@ from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import PARKED
 from vllm_pd.protocol.actions import FallbackReason, Prefilled, Released
 from vllm_pd.protocol.messages import Timings
+from vllm_pd.settings.engine import PDConfig
 
 
 class V1Decoding:
@@ -18,10 +19,9 @@ class V1Decoding:
     block_size = BLOCK_SIZE
 
     def __init__(self, folder, in_flight, monkeypatch, **settings) -> None:
-        self.engine = Engine(folder, in_flight, role="kv_consumer",
-                             **{"threshold": 2 * BLOCK_SIZE} | {
-                                 {"max_local_prefill_tokens": "threshold"}.get(key, key): value
-                                 for key, value in settings.items()})
+        self.engine = Engine(folder, in_flight, settings=PDConfig.parse("kv_consumer", {
+            "broker": "tcp://127.0.0.1:5700", "max_local_prefill_tokens": 2 * BLOCK_SIZE, "max_parked_fraction": 1.0,
+            **settings}))
         self._read = 0
         self._monkeypatch = monkeypatch
 

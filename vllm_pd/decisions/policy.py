@@ -4,7 +4,7 @@
 The checks ask in this order: is it worth it, may it, can it. The first "no" is the reason that is counted.
 """
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -26,13 +26,14 @@ PLACES = (AskedPlace.REMOTE, AskedPlace.LOCAL, AskedPlace.AUTO)
 
 
 class Reason(StrEnum):
-    """Why a prompt is prefilled where it is. HELD, LENGTH and ITL are reasons for a peer, TTFT and ASKED are ones for
-    either, the others are reasons to stay here."""
+    """Why a prompt is prefilled where it is. HELD, LENGTH and ITL are reasons for a peer, TTFT, ASKED and OWN are
+    ones for either, the others are reasons to stay here."""
     ASKED = "asked"  # the request asks for this place
     HELD = "held"  # a prefill engine has computed it and holds it
     LENGTH = "length"
     TTFT = "ttft"  # auto: the first token comes sooner there, or sooner here
     ITL = "itl"  # auto: here it would make running decodes wait longer than their target
+    OWN = "own"  # the operator's own class wants it there, or here
     THRESHOLD = "threshold"  # too short to be worth it, or to fill a block that could be written
     FEATURE = "feature"  # something in the request can't go remote
     ROLE = "role"  # it asks for a peer, but this engine hands nothing over
@@ -85,6 +86,17 @@ class Decision(msgspec.Struct, frozen=True):
     expected: Expected | None = None
 
 
+class OwnPolicy(Protocol):
+    """A class of the operator's, named by the setting `policy` and made with the bounds of the engine's settings. It
+    says which prompts are worth a peer; whether one may and can go there is decided as ever."""
+
+    def __init__(self, config: PolicyConfig) -> None: ...
+
+    def wants_peer(self, prompt: PolicyInput) -> bool:
+        """Whether a peer is to prefill this prompt. Asked in the step loop, again and again while the prompt waits: it
+        must take microseconds, wait for nothing, and change nothing that another answer depends on."""
+
+
 def asked_place(extra_args: Any) -> AskedPlace:
     """The place that a request asks for, from the `extra_args` of its sampling parameters, which may hold anything."""
     params = extra_args.get(PARAMS_KEY) if isinstance(extra_args, dict) else None
@@ -101,14 +113,14 @@ def may_read_hold(request: PolicyInput, config: PolicyConfig) -> bool:
     return (request.asked is not AskedPlace.LOCAL and request.blocks > 1 and _reason_to_stay(request, config) is None)
 
 
-def decide(request: PolicyInput, config: PolicyConfig) -> Decision:
-    """Whether this prompt is prefilled by another engine."""
-    worth = _worth(request, config)
-    reason = _reason_to_stay(request, config) if worth.remote else worth.reason
-    return worth if reason is None else Decision(False, reason, worth.expected)
+def decide(request: PolicyInput, config: PolicyConfig, own: OwnPolicy | None = None) -> Decision:
+    """Whether this prompt is prefilled by another engine. `own`: the operator's judgement of what is worth it."""
+    wanted = worth(request, config, own)
+    reason = _reason_to_stay(request, config) if wanted.remote else wanted.reason
+    return wanted if reason is None else Decision(False, reason, wanted.expected)
 
 
-def _worth(request: PolicyInput, config: PolicyConfig) -> Decision:
+def worth(request: PolicyInput, config: PolicyConfig, own: OwnPolicy | None = None) -> Decision:
     """Where the prompt should be prefilled if it may be prefilled anywhere."""
     expected = request.expected
     if request.asked is AskedPlace.LOCAL:
@@ -117,6 +129,8 @@ def _worth(request: PolicyInput, config: PolicyConfig) -> Decision:
         return Decision(False, Reason.THRESHOLD, expected)
     if request.asked is AskedPlace.REMOTE:
         return Decision(True, Reason.ASKED, expected)
+    if own is not None:
+        return Decision(own.wants_peer(request), Reason.OWN, expected)
     if not config.auto or expected is None:
         long = request.prompt_tokens - request.cached_tokens > config.max_local_prefill_tokens
         return Decision(long, Reason.LENGTH if long else Reason.THRESHOLD)

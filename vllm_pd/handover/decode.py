@@ -28,6 +28,7 @@ from vllm_pd.decisions.fallback import Fallbacks, is_fallback
 from vllm_pd.decisions.measured import DecodeMeasures, StepSpeed
 from vllm_pd.decisions.pace import FallbackPace
 from vllm_pd.decisions.policy import AskedPlace, Decision, PolicyInput, Reason, asked_place, decide, may_read_hold
+from vllm_pd.handover.own_policy import load_policy
 from vllm_pd.handover.progress import ArrivalNotice, Progress
 from vllm_pd.handover.records import AttemptStage, DecodeCapacity, RemoteAttempt, RemoteRequest
 from vllm_pd.protocol.actions import Event, Fallback, FallbackReason, Prefilled, Released, Timed
@@ -61,7 +62,8 @@ class DecodeHandover(ABC, Generic[R]):
         self._session = session
         self._metrics = metrics
         self._capacity = capacity
-        self._policy = config.policy
+        self._policy = config.bounds
+        self._own_policy = load_policy(config.policy, config.bounds)
         self._log_decisions = config.log_decisions
         # With max_local_prefill_tokens auto only; None: nothing is measured.
         self.measures = DecodeMeasures(capacity.batch_tokens, speed,
@@ -477,7 +479,7 @@ class DecodeHandover(ABC, Generic[R]):
                 msgspec.structs.replace(found, prefill_peers=int(self._session.knows_holder(hold.incarnation))),
                 self._policy):
             return Decision(True, Reason.HELD)
-        return decide(found, self._policy)
+        return decide(found, self._policy, self._own_policy)
 
     def _useless(self, request: R, remote: RemoteRequest) -> tuple[str, ...]:
         """The prefill engines that have failed at this request, or can't do jobs like it."""

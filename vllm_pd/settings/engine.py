@@ -102,6 +102,9 @@ class PDConfig:
         None, "With `max_local_prefill_tokens` `auto`: a prompt whose local prefill would make a step of running "
         "decodes longer than this goes to a prefill engine, even where its first token comes later there. Without it "
         "the first token alone decides.", above=0, most=60_000, example=100.0)
+    policy: str | None = _key(
+        None, "A class of your own, as `module.Class`, that says which prompts are worth a prefill engine, in place of "
+        "`max_local_prefill_tokens`; what may and can go there is decided as ever.")
     max_queue_length: int = _key(
         64, "With this many jobs waiting at the broker, new prompts are prefilled locally.", least=1)
     max_parked_fraction: float = _key(
@@ -217,7 +220,7 @@ class PDConfig:
         return self.max_local_prefill_tokens == AUTO
 
     @property
-    def policy(self) -> PolicyConfig:
+    def bounds(self) -> PolicyConfig:
         """The bounds that decide where a prompt is prefilled."""
         fixed = START_LOCAL_PREFILL_TOKENS if self.decides_by_time else self.max_local_prefill_tokens
         return PolicyConfig(max_local_prefill_tokens=fixed, max_queue_length=self.max_queue_length,
@@ -332,12 +335,14 @@ _TEXTS = {
     "broker": f"write it like {EXAMPLE_BROKER}",
     "bind": f"write it like {EXAMPLE_BIND}",
     "zone": "write it like rack-7",
+    "policy": "write it like my_module.MyPolicy",
     "keys": "write the name of the file that vllm-pd keys made",
     "nats_credentials": "write the name of a file",
     "nats_ca": "write the name of a file",
     "nats_prefix": f"write it like {DEFAULT_PREFIX}",
     "metaservers": "write it like http://10.0.0.5:9000/v1/metaserver, with commas between several",
 }
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -360,6 +365,9 @@ def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
         if not _is_zone(value):
             raise ConfigError(name, value, f"it must be 1 to {MAX_ZONE_CHARS} printable characters without spaces: "
                               f"{_TEXTS[name]}")
+    elif name == "policy":
+        if not _CLASS.fullmatch(value):
+            raise ConfigError(name, value, f"it must be the name of a module and of a class in it: {_TEXTS[name]}")
     elif name == "keys":
         Keys.load(value)
     elif name == "nats_credentials":

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd.decisions.policy import most_parked_requests
 from vllm_pd.errors import ConfigError
+from vllm_pd.handover.own_policy import load_policy
 from vllm_pd.model.checks import check_bind, check_meeting, check_memory, check_model, check_nixl, check_parallel
 from vllm_pd.model.fingerprint import pin_weights, short_rope_tokens
 from vllm_pd.protocol.messages import Role
@@ -44,6 +45,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     check_memory()
     check_bind(ours.bind)
     check_meeting(ours.bind, ours.broker)
+    load_policy(ours.policy, ours.bounds)
     pin_weights(config)
     sample_cache(config)
     if not ours.is_two_sided:

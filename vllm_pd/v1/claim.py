@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.extras import require_extra
+from vllm_pd.handover.own_policy import load_policy
 from vllm_pd.model.checks import (
     FEATURES,
     LIMITS,
@@ -181,6 +182,7 @@ def check_host(config: VllmConfig, ours: PDConfig) -> None:
     check_ports(config)
     if NatsAddress.is_url(ours.broker):
         require_extra("nats")
+    load_policy(ours.policy, ours.bounds)
     pin_weights(config)
     pin_drafter(config)
     if not ours.is_two_sided:
