@@ -257,7 +257,10 @@ def trace(access: Access, options: TraceOptions,
     """Write what all engines of a fleet do with prompts for some seconds as a timeline, for ui.perfetto.dev."""
     require_extra("router", "httptools", "aiohappyeyeballs")
     from vllm_pd.ops.trace import trace_fleet
-    trace_fleet(broker, access, options, lambda line: _show([line]))
+    try:
+        trace_fleet(broker, access, options, lambda line: _show([line]))
+    except KeyboardInterrupt:  # while nothing was read yet, or for the second time
+        raise typer.Exit(130) from None
 
 
 @app.command()

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd trace` at servers that answer as engines do, or as nothing does."""
 import json
+import signal
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from tests.fakes.page_server import PageServer, Reply
+from tests.waiting import wait_for
 from vllm_pd import cli
 from vllm_pd.ops import trace
 from vllm_pd.rpc.ports import take_free
@@ -20,20 +24,20 @@ class FakeEngine:
 
     def __init__(self, name: str, key: str | None = None, answer: Reply | None = None) -> None:
         self.name, self.key, self.answer = name, key, answer
-        self.asked: list[dict[str, str]] = []
+        self.asked: list[float] = []  # when
 
     def __call__(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply | None:
         assert (method, path) == ("GET", "/pd/prompts")
-        self.asked.append(headers)
+        now = time.monotonic()
+        self.asked.append(now)
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
             return Reply({"error": "Unauthorized"}, 401)
         if self.answer is not None:
             return self.answer
-        prompts = [{"request_id": f"cmpl-{number}-0", "age_s": 0.0001 + 0.5 * (len(self.asked) - 1 - number),
-                    "decision": "remote", "reason": "length", "tokens": 9, "peer": P, "outcome": "done",
-                    "parked_s": 0.02, "first_step_s": 0.01, "later_release": [1],
+        prompts = [{"request_id": f"cmpl-{number}-0", "age_s": now - decided_at, "decision": "remote",
+                    "reason": "length", "tokens": 9, "peer": P, "outcome": "done", "parked_s": 0.02, "first_step_s": 0.01, "later_release": [1],
                     "timings": {"queue_s": 0.001, "prefill_s": 0.01, "transfer_s": 0.002, "measured": True}}
-                   for number in range(len(self.asked))] if self.name == D else []
+                   for number, decided_at in enumerate(self.asked)] if self.name == D else []
         return Reply({"ranks": [{"incarnation": self.name, "role": "kv_both", "prompts": prompts}]})
 
 
@@ -67,6 +71,7 @@ def test_a_fleet_for_some_seconds(monkeypatch, capsys, tmp_path):
     assert sorted(name.split()[1] for name in names.values()) == [D[:12], P[:12]]
     jobs = [one for one in events if one["name"].startswith("job: ")]
     assert len(jobs) >= 2 and all(P[:12] in names[one["pid"]] for one in jobs)
+    assert len({one["name"] for one in jobs}) == len(jobs), "each once, however often it is reported"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "x.json"], "no unfinished file"
 
 
@@ -102,6 +107,32 @@ def test_no_engine_that_answers(monkeypatch, capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
+def test_an_engine_that_does_not_answer_is_named_and_holds_the_others_up_for_no_longer_than_a_question(
+        monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(trace, "PAGE_S", 0.3)
+    output = tmp_path / "x.json"
+    with PageServer(FakeEngine(D)) as d, PageServer(FakeEngine(P, answer=Reply({}, delay_s=30.0))) as p:
+        status, out, _ = run(monkeypatch, capsys, "--state", state_of(tmp_path, [d.url], [p.url]), "--output",
+                             str(output))
+    assert status == 0 and f"{p.url}: no answer in 0.3 s" in out and out.count(p.url) == 1, out
+    assert [one for one in json.loads(output.read_text())["traceEvents"] if one["name"].startswith("job: ")]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 30.0], ids=["between two questions", "in a question"])
+def test_ctrl_c_ends_it_with_what_there_is(tmp_path, delay_s):
+    engine = FakeEngine(D)
+    output = tmp_path / "x.json"
+    with PageServer(engine) as d, PageServer(FakeEngine(P, answer=Reply({"ranks": []}, delay_s=delay_s))) as p:
+        state = state_of(tmp_path, [d.url], [p.url])
+        child = subprocess.Popen([sys.executable, "-m", "vllm_pd.cli", "trace", "--seconds", "300", "--state", state,
+                                  "--output", str(output)], stdout=subprocess.PIPE, text=True)
+        wait_for(lambda: len(engine.asked) >= 2, "it reads")
+        child.send_signal(signal.SIGINT)
+        out, _ = child.communicate(timeout=60)
+    assert child.returncode == 0 and "of 1 engines" in out or "of 2 engines" in out, out
+    assert json.loads(output.read_text())["traceEvents"] and output.stat().st_mode & 0o777 == 0o600
+
+
 def test_keys(monkeypatch, capsys, tmp_path):
     with PageServer(FakeEngine(D, key="k")) as d:
         arguments = "--state", state_of(tmp_path, [d.url], []), "--output", str(tmp_path / "x")
@@ -114,6 +145,8 @@ def test_keys(monkeypatch, capsys, tmp_path):
     (("--broker", "tcp://127.0.0.1:9", "--seconds", "nan"), "--seconds"),
     (("--broker", "tcp://127.0.0.1:9", "--seconds", "0"), "--seconds"),
     (("--broker", "tcp://127.0.0.1:9", "--output", "/nowhere/x.json"), "--output"),
+    (("--broker", "tcp://127.0.0.1:9", "--output", "."), "--output"),
+    (("--broker", "tcp://127.0.0.1:9", "--output", "/dev/null"), "--output"),
     ((), "--broker"), (("--broker", "tcp://127.0.0.1:9", "--state", "x"), "--broker"),
     (("--state", "/nowhere"), "--state")])
 def test_what_can_t_be_used_is_said_at_once(monkeypatch, capsys, tmp_path, arguments, key):

@@ -121,6 +121,31 @@ def test_only_so_many_prompts_are_kept(monkeypatch):
     assert (timeline.prompts, timeline.left_out) == (10, 20)
 
 
+def test_one_engine_that_says_too_much_takes_no_time_and_no_memory_of_the_others(monkeypatch):
+    """As many ranks, prompts, uses of one id, and letters as fit into its answer."""
+    monkeypatch.setattr(module, "MAX_ENGINES", 20)
+    timeline = Timeline(BEGAN)
+    many = PromptsPage([ReportedRank(f"e{number}", "r" * 1000, []) for number in range(5000)])
+    timeline.add("http://a:1", many, 1005.0, 1005.0)
+    assert len(timeline._engines) == 20
+    same = [ReportedRank("e1", "kv_both", [handed_over("one", age_s=0.01 * number) for number in range(256)])] * 200
+    timeline.add("http://a:1", PromptsPage(same), 1005.0, 1005.0)
+    assert timeline.prompts == module.MAX_USES
+    timeline.add("http://a:1", page(handed_over("r" * 10**6, detail="d" * 10**6, peer="p" * 10**6), name="e2"), 1005.0,
+                 1005.0)
+    kept = timeline._engines["e2"].prompts
+    assert sum(len(name) + len(str(seen)) for name, all_seen in kept.items() for seen in all_seen) < 10_000
+    assert len(timeline.as_json()["traceEvents"]) < 1000
+
+
+def test_slices_that_overlap_lie_on_rows_of_their_own_and_rows_are_used_again():
+    timeline = Timeline(BEGAN)
+    timeline.add("http://a:1", page(*(handed_over(f"r{number}", age_s=9.0 - number) for number in range(6))), 1010.0,
+                 1010.0)
+    rows = {one["name"]: one["tid"] for one in events_of(timeline, "X", "kv_consumer") if "remote" in one["name"]}
+    assert set(rows.values()) == {1, 2} and len(rows) == 6  # each takes 1.3 s, one begins each second
+
+
 SECONDS = st.floats(0, 20)
 PROMPTS = st.builds(
     ReportedPrompt, tokens=st.just(9), reason=st.just("length"), age_s=SECONDS,

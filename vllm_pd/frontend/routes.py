@@ -94,8 +94,9 @@ def operator_routes(drain: ServerDrain, keys: Sequence[str]) -> list[Route]:
 
     async def show_prompts(request: Request) -> Response:
         answers = await drain.ask(m.Status(prompts=m.MAX_PROMPTS), lambda status: status.prompts is not None)
-        return JSONResponse({"ranks": [{"incarnation": status.member.incarnation, "role": status.member.role.value,
-                                        "prompts": [*map(_prompt_as_json, status.prompts)]} for status in answers]})
+        ranks = [{"incarnation": status.member.incarnation, "role": status.member.role.value,
+                  "prompts": [*map(_prompt_as_json, status.prompts)]} for status in answers]
+        return Response(msgspec.json.encode({"ranks": ranks}), media_type="application/json")
 
     async def begin_drain(request: Request) -> Response:
         return show(await drain.begin())

@@ -12,6 +12,7 @@ moment, s and f: the ends of an arrow, M: a name.
 """
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,9 @@ from vllm_pd.ops.trial import PromptReport
 from vllm_pd.protocol.messages import MAX_ID_CHARS, MAX_PROMPTS
 
 MAX_KEPT = 100_000  # prompts of one timeline
+MAX_ENGINES = 4096
+MAX_RANKS = 256  # of one server
+MAX_USES = 16  # of one request id, and decisions about it, at one engine
 MAX_S = 1e6  # that a stage may have taken
 MAX_TEXT_CHARS = 200
 SAME_S = 1e-3  # two reports of one decision are no further from each other, beside their errors
@@ -80,21 +84,28 @@ class _Slice(NamedTuple):
 
 class Timeline:
     """What is known of a fleet's prompts from `began_at` on, by the reader's clock, in seconds. Reports may come in any
-    order and repeat what was said; a prompt is kept as it was last reported."""
+    order and repeat what was said; a prompt is kept as it was last reported. What engines say is bounded, in number and
+    in length, before it is kept."""
 
     def __init__(self, began_at: float) -> None:
         self._began_at = self._last_at = began_at
         self._engines: dict[str, _Engine] = {}
         self.prompts = 0
-        self.left_out = 0  # prompts beyond `MAX_KEPT`, and reports whose times are none
+        self.left_out = 0  # prompts beyond the bounds, and reports whose times are none
 
     def add(self, url: str, page: PromptsPage, asked_at: float, answered_at: float) -> None:
         """The answer of the server at this URL to a question between these two moments."""
         self._last_at = max(self._last_at, answered_at)
-        for rank in page.ranks:
-            engine = self._engines.setdefault(rank.incarnation, _Engine(f"{rank.role} {rank.incarnation[:12]} {url}"))
+        ranks = {rank.incarnation[:MAX_TEXT_CHARS]: rank for rank in page.ranks[:MAX_RANKS]}
+        for name, rank in ranks.items():
+            if name not in self._engines and len(self._engines) >= MAX_ENGINES:
+                self.left_out += len(rank.prompts)
+                continue
+            label = _text(f"{rank.role[:MAX_TEXT_CHARS]} {name[:12]} {url}")
+            engine = self._engines.setdefault(name, _Engine(label))
             for prompt in rank.prompts[-MAX_PROMPTS:]:
-                self._note(engine, prompt, (asked_at + answered_at) / 2 - prompt.age_s, (answered_at - asked_at) / 2)
+                self._note(engine, _bounded(prompt), (asked_at + answered_at) / 2 - prompt.age_s,
+                           (answered_at - asked_at) / 2)
 
     def as_json(self) -> dict[str, Any]:
         """The whole timeline."""
@@ -119,10 +130,10 @@ class Timeline:
             return
         if decided_at < self._began_at:
             return
-        known = engine.prompts.setdefault(prompt.request_id[:MAX_ID_CHARS], [])
+        known = engine.prompts.setdefault(prompt.request_id, [])
         seen = next((one for one in known if abs(one.decided_at - decided_at) <= one.error_s + error_s + SAME_S), None)
         if seen is None:
-            if self.prompts >= MAX_KEPT:
+            if self.prompts >= MAX_KEPT or len(known) >= MAX_USES:
                 self.left_out += 1
                 return
             self.prompts += 1
@@ -136,16 +147,16 @@ class Timeline:
     def _label(self, name: str) -> str:
         """What an engine is called; of one that was not read only its incarnation is known."""
         engine = self._engines.get(name)
-        return _text(f"{name[:12]}, which was not read" if engine is None else engine.label)
+        return _text(f"{name[:12]}, which was not read") if engine is None else engine.label
 
     def _events(self, process: int, label: str, slices: list[_Slice]) -> Iterator[dict[str, Any]]:
-        """The events of one engine. A slice is on the first row where the one before has ended."""
+        """The events of one engine. A slice is on the row that has been free for longest, or on a new one."""
         yield {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": label}}
-        rows: list[float] = []  # when each is free
+        rows: list[tuple[float, int]] = []  # a heap: when each is free
         for one in slices:
-            row = next((number for number, free_at in enumerate(rows) if free_at <= one.began_at), len(rows))
-            rows[row:row + 1] = [one.ended_at]
-            where = {"pid": process, "tid": row + 1, "cat": "pd"}
+            row = heapq.heappop(rows)[1] if rows and rows[0][0] <= one.began_at else len(rows) + 1
+            heapq.heappush(rows, (one.ended_at, row))
+            where = {"pid": process, "tid": row, "cat": "pd"}
             if one.ended_at <= one.began_at:
                 yield {"ph": "i", "s": "t", "name": one.name, "ts": self._us(one.began_at), "args": one.about, **where}
                 continue
@@ -210,4 +221,11 @@ def _stages(seen: _Seen, until: float) -> Iterator[tuple[str, float, float]]:
 
 def _text(text: str) -> str:
     """What an engine says, for people: of bounded length, without control characters."""
-    return printable(text)[:MAX_TEXT_CHARS]
+    return printable(text[:MAX_TEXT_CHARS])[:MAX_TEXT_CHARS]
+
+
+def _bounded(prompt: ReportedPrompt) -> ReportedPrompt:
+    """The same without texts that are longer than any engine's."""
+    return msgspec.structs.replace(prompt, request_id=prompt.request_id[:MAX_ID_CHARS], **{
+        name: getattr(prompt, name)[:MAX_TEXT_CHARS] for name in ("decision", "reason", "peer", "address", "outcome",
+                                                                  "detail")})

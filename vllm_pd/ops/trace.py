@@ -13,6 +13,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
+from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -35,30 +37,52 @@ _PATH = "/pd/prompts"
 
 
 def trace_fleet(broker: str | None, access: Access, options: TraceOptions, say: Callable[[str], None]) -> None:
-    """Read the fleet for `options.seconds`, or until Ctrl-C, and write the timeline. Raises ConfigError for what can't
-    be used, and ControlError where there is no engine to read, or none has answered."""
+    """Read the fleet for `options.seconds`, or until Ctrl-C, and write the timeline, readable by its owner only. Raises
+    ConfigError for what can't be used, and ControlError where there is no engine to read, or none has answered."""
     options = options.checked()
     headers = {"content-type": "application/json", **authorization(api_key("--api-key", options.api_key))}
-    output = options.output
-    unfinished = output.with_name(f"{output.name}.{os.getpid()}")
-    try:
-        unfinished.touch()  # so that it is not found out after the wait
+    with _Output(options.output) as output:  # what can't be written is not found out after the wait
         urls = _urls(broker, access, options)
         say(f"reading {len(urls)} engine{'s' * (len(urls) != 1)} for {options.seconds:g} s")
         recorder = Recorder(urls, headers, say)
         timeline = asyncio.run(recorder.record(options.seconds))
         if not recorder.answered:
             raise ControlError(f"none of {len(urls)} engines has answered GET {_PATH}: see above")
-        unfinished.write_text(json.dumps(timeline.as_json()))
-        os.replace(unfinished, output)
-    except OSError as error:
-        raise ConfigError("--output", str(output), f"{error.strerror}: write a file in a folder that is there"
-                          ) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+        output.finish(json.dumps(timeline.as_json()))
     left_out = f", {timeline.left_out} left out" if timeline.left_out else ""
-    say(f"{timeline.prompts} prompts of {len(recorder.answered)} engines{left_out}: {output}. Open it at "
+    say(f"{timeline.prompts} prompts of {len(recorder.answered)} engines{left_out}: {options.output}. Open it at "
         "ui.perfetto.dev, or in chrome://tracing")
+
+
+class _Output:
+    """A file that appears as a whole or not at all. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unfinished = path.parent / f".{path.name}.{os.getpid()}"
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError where no such file can be written."""
+        if not self._path.name or self._path.exists() and not self._path.is_file():
+            raise ConfigError("--output", str(self._path), "it is no file: write the name of one, like trace.json")
+        try:
+            os.close(os.open(self._unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
+        except OSError as error:
+            raise ConfigError("--output", str(self._path), f"{error.strerror}: write a file in a folder that is there"
+                              ) from None
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._unfinished.unlink(missing_ok=True)
+
+    def finish(self, text: str) -> None:
+        """Write all of it. Raises ConfigError."""
+        try:
+            self._unfinished.write_text(text)
+            os.replace(self._unfinished, self._path)
+        except OSError as error:
+            raise ConfigError("--output", str(self._path), f"{error.strerror}: make room, or write another file"
+                              ) from None
 
 
 def _urls(broker: str | None, access: Access, options: TraceOptions) -> list[str]:
@@ -84,37 +108,51 @@ class Recorder:
         self._urls = urls
         self._headers = headers
         self._say = say
-        self._silent: set[str] = set()
+        self._silent: set[str] = set()  # at the last question
+        self._named: set[str] = set()
 
     async def record(self, seconds: float) -> Timeline:
-        """What they say of the prompts of so many seconds, from now on."""
-        timeline, pages, turns = Timeline(time.time()), PageReader(PAGE_S), asyncio.Semaphore(FETCHES)
+        """What they say of the prompts of so many seconds, from now on. Ctrl-C ends it sooner, with what there is."""
+        timeline, pages, turns = Timeline(time.monotonic()), PageReader(PAGE_S), asyncio.Semaphore(FETCHES)
         until = time.monotonic() + seconds
-        while True:
-            begun = time.monotonic()
-            await asyncio.gather(*(self._read(url, timeline, pages, turns) for url in self._urls))
-            if begun >= until:
-                return timeline
-            try:
+        try:
+            while True:
+                begun = time.monotonic()
+                await self._round(timeline, pages, turns, max(until - begun, PAGE_S))
+                if begun >= until:
+                    return timeline
                 await asyncio.sleep(max(0.0, min(begun + ROUND_S, until) - time.monotonic()))
-            except asyncio.CancelledError:  # Ctrl-C: what there is is worth a file
-                return timeline
+        except asyncio.CancelledError:
+            return timeline
+
+    async def _round(self, timeline: Timeline, pages: PageReader, turns: asyncio.Semaphore, limit_s: float) -> None:
+        """Ask each server once, those that have not answered before after the others, for `limit_s` at most."""
+        ordered = sorted(self._urls, key=lambda url: url in self._silent)
+        tasks = [asyncio.ensure_future(self._read(url, timeline, pages, turns)) for url in ordered]
+        try:
+            await asyncio.wait(tasks, timeout=limit_s)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, url: str, timeline: Timeline, pages: PageReader, turns: asyncio.Semaphore) -> None:
         """One answer of one server, or why there is none, once."""
         try:
             async with turns:
-                asked_at = time.time()
+                asked_at = time.monotonic()
                 page = await pages.read(f"{url}{_PATH}", PAGE_S, MAX_PAGE_BYTES, headers=self._headers)
-                answered_at = time.time()
+                answered_at = time.monotonic()
             if page.status != HTTPStatus.OK:
                 raise ConnectionError(_refusal(page.status, page.body))
             timeline.add(url, msgspec.json.decode(page.body, type=PromptsPage), asked_at, answered_at)
             self.answered.add(url)
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            if url not in self._silent:
-                self._silent.add(url)
-                self._say(printable(f"{url}: {error or 'no answer'}"[:SHOWN_CHARS]))
+            self._silent.discard(url)
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            if url not in self._named:
+                self._named.add(url)
+                self._say(printable(f"{url}: {str(error) or f'no answer in {PAGE_S:g} s'}"[:SHOWN_CHARS]))
+            self._silent.add(url)
 
 
 def _refusal(status: int, body: bytes) -> str:
