@@ -35,7 +35,8 @@ class FakeEngine:
         if self.answer is not None:
             return self.answer
         prompts = [{"request_id": f"cmpl-{number}-0", "age_s": now - decided_at, "decision": "remote",
-                    "reason": "length", "tokens": 9, "peer": P, "outcome": "done", "parked_s": 0.02, "first_step_s": 0.01, "later_release": [1],
+                    "reason": "length", "tokens": 9, "peer": P, "outcome": "done", "parked_s": 0.02,
+                    "first_step_s": 0.01, "later_release": [1],
                     "timings": {"queue_s": 0.001, "prefill_s": 0.01, "transfer_s": 0.002, "measured": True}}
                    for number, decided_at in enumerate(self.asked)] if self.name == D else []
         return Reply({"ranks": [{"incarnation": self.name, "role": "kv_both", "prompts": prompts}]})
