@@ -494,6 +494,30 @@ async def test_b63_workers_that_answer_500_where_another_one_does_not_are_out():
         assert [served.worker(engine).state.value for engine in (good, *bad)] == ["up", "down", "down"]
 
 
+_ENDED = b'{"error":{"message":"Internal server error","type":"InternalServerError","param":null,"code":500}}'
+DECLINED = {False: b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\n"
+                   b"content-length: %d\r\n\r\n%s" % (len(_ENDED), _ENDED),
+            True: b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+                  b"data: %s\n\ndata: [DONE]\n\n" % _ENDED}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_b63_an_engine_that_has_ended_one_request_is_well_and_another_one_is_tried(stream):
+    """As vLLM does where a prompt's KV could not be loaded, or may not be computed there (the key `fallback`)."""
+    async with serving(3) as (served, engines):
+        *declining, good = sorted(engines, key=lambda engine: engine.url)
+        for engine in declining:
+            engine.raw = DECLINED[stream], False
+        for _ in range(6):
+            answer = await served.ask(stream=stream)
+            assert answer.status == 200 and b"error" not in answer.body
+        good.raw = DECLINED[stream], False
+        answer = await served.ask(stream=stream)
+        assert answer.status == (200 if stream else 500) and b"Internal server error" in answer.body
+        assert all(engine.asked for engine in engines)
+        assert served.router.workers.counts() == {"up": 3} and not any(one.strikes for one in served.router.workers)
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
 async def test_b63_what_needs_no_step_of_the_engine_takes_no_worker_out(path):
     async with serving(3) as (served, engines):

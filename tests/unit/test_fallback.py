@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_pd.decisions.fallback import FallbackAnswer, FallbackConfig, FallbackRule, Fallbacks, is_fallback
+from vllm_pd.decisions.fallback import (
+    MAX_WAITING,
+    FallbackAnswer,
+    FallbackConfig,
+    FallbackRule,
+    Fallbacks,
+    is_fallback,
+)
 from vllm_pd.decisions.policy import Decision, Reason
 
 HERE, WAIT, REFUSED = FallbackAnswer.HERE, FallbackAnswer.WAIT, FallbackAnswer.REFUSE
@@ -48,6 +55,18 @@ def test_no_more_than_the_bound_is_here_at_a_time():
     one.left["a"] = one.left["b"] = 0
     one.fallbacks.begin_round()
     assert one.ask(0.3, "c", 100) is HERE
+
+
+@pytest.mark.parametrize("rule", [FallbackRule.BOUNDED, FallbackRule.REFUSE])
+def test_only_so_many_wait_and_a_further_one_is_refused_at_once(rule):
+    fallbacks = Fallbacks(FallbackConfig(rule, tokens=10, wait_s=5.0), lambda prompt: 10)
+    fallbacks.begin("here", 10)
+    for number in range(MAX_WAITING):
+        assert fallbacks.ask(0.0, number, 10, Reason.PEER) is FallbackAnswer.WAIT
+    assert fallbacks.ask(0.0, "one more", 10, Reason.PEER) is FallbackAnswer.REFUSE
+    assert fallbacks.ask(1.0, 7, 10, Reason.PEER) is FallbackAnswer.WAIT and len(fallbacks.waiting) == MAX_WAITING
+    fallbacks.forget(7)
+    assert fallbacks.ask(1.0, "another", 10, Reason.PEER) is FallbackAnswer.WAIT
 
 
 def test_a_prompt_that_is_larger_than_the_bound_goes_alone():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that belong at a prefill engine and can't go there, with `fallback` `bounded` or `refuse`, on V1's real
 scheduler, sync and async with two steps in flight. Time is the test's own."""
-import itertools
 import time
 import types
 
@@ -271,6 +270,37 @@ def test_many_that_come_back_at_once_are_let_in_within_the_bound(make, clock):
     end(engine)
 
 
+def test_a_reset_by_an_operator_is_no_attempt_and_no_reason_to_refuse(make, clock):
+    engine = make("refuse", attempts=1)
+    engine.protocol.peers = 1
+    attempt = parked(engine)
+    engine.tell(Released(attempt))
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run()
+    assert not refused(engine) and engine.attempt("a") != attempt and engine.status("a") is PARKED
+    engine.prefilled("a")
+    end(engine)
+
+
+def test_one_that_waits_for_the_kv_of_an_equal_prompt_is_not_refused_meanwhile(make, clock):
+    """It waited as a fallback before: the only prefill engine has failed at it, and now does the other one."""
+    engine = make("refuse")
+    engine.protocol.peers = 1
+    attempt = parked(engine, "a")
+    engine.lost(attempt)
+    engine.tell(Released(attempt))
+    engine.run()
+    assert waiting(engine) == ["a"]
+    engine.add("b", engine.prompts["a"])
+    engine.run()
+    assert engine.status("b") is PARKED
+    clock.wait(engine, WAIT_S + 1)
+    assert not refused(engine)
+    engine.prefilled("b")
+    end(engine)
+    assert engine.ended == {"a": "length", "b": "length"}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_an_abort_while_it_waits_leaves_nothing(make, clock, rule):
     engine = make(rule)
@@ -471,14 +501,9 @@ def test_a_loop_that_sleeps_sees_that_a_peer_has_come(model_folder):
     loop.engine.check_at_rest()
 
 
-def test_a_rank_of_a_group_that_rests_refuses_without_a_step_of_the_others(model_folder, monkeypatch):
-    collectives = itertools.count()
-
-    def sync(group, has_unfinished, pending_pause):
-        next(collectives)
-        return has_unfinished, False
-
-    monkeypatch.setattr(ParallelConfig, "sync_dp_state", staticmethod(sync))
+def test_a_rank_refuses_in_a_group_that_rests(model_folder, monkeypatch):
+    monkeypatch.setattr(ParallelConfig, "sync_dp_state", staticmethod(
+        lambda group, has_unfinished, pending_pause: (has_unfinished, False)))
     loop = Loop(model_folder, DPEngineCoreProc, fallback="refuse", fallback_wait_s=1.0)
     loop.engine.protocol.peers = 0
     loop.core.engines_running = True  # the front end started a wave with the request

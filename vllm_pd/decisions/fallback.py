@@ -5,9 +5,10 @@
     bounded    it is computed here if the fallbacks that are here leave room for it, else it waits for room or a peer
     refuse     it waits for a peer
 
-It waits `wait_s` at most, each time, and is refused then. In between its engine decides anew with each step, so it goes
-to a peer as soon as one is there. While one waits for room, those that are asked about after it in the same round wait
-too, however short they are: a stream of short ones must not keep a long one from its turn.
+It waits `wait_s` at most, each time, and is refused then; at once where `MAX_WAITING` wait already. In between its
+engine decides anew with each step, so it goes to a peer as soon as one is there. While one waits for room, those that
+are asked about after it in the same round wait too, however short they are: a stream of short ones must not keep a long
+one from its turn.
 """
 import itertools
 from collections.abc import Callable, Collection
@@ -18,6 +19,7 @@ import msgspec
 
 from vllm_pd.decisions.policy import Decision, Reason
 
+MAX_WAITING = 256  # each is asked about in every step
 P = TypeVar("P")  # a prompt, as the engine knows it; can be hashed
 
 _FALLBACKS = frozenset((Reason.RETRY, Reason.BROKER, Reason.PEER, Reason.QUEUE, Reason.CAP))
@@ -85,8 +87,9 @@ class Fallbacks(Generic[P]):
         bounded = self._config.rule is FallbackRule.BOUNDED
         if bounded and not self._room_awaited and self._has_room(tokens):
             return FallbackAnswer.HERE
+        crowded = prompt not in self._deadlines and len(self._deadlines) >= MAX_WAITING
         deadline = self._deadlines.setdefault(prompt, now + self._config.wait_s)
-        if now >= deadline or not bounded and reason is Reason.RETRY:  # no peer would have it later
+        if crowded or now >= deadline or not bounded and reason is Reason.RETRY:  # no peer would have it later
             self.forget(prompt)
             return FallbackAnswer.REFUSE
         self._room_awaited = True

@@ -173,6 +173,11 @@ class DecodeHandover(ABC, Generic[R]):
                        f"; {self._unlogged} more since the last such line" if self._unlogged else "")
         self._refused_log_due, self._unlogged = now + REFUSED_LOG_S, 0
 
+    def uncount_attempt(self, request: R) -> None:
+        """This engine itself has withdrawn the last one: no reason to refuse the prompt."""
+        if self.fallbacks is not None:
+            self._request(request).attempts -= 1
+
     def settle_hold(self, request: R, decision: Decision | None = None) -> None:
         """The hold that the request names, if any, is to be claimed, or is not wanted: its prefill engine learns that.
         None: the request has ended."""

@@ -60,6 +60,8 @@ LOOP = "this request has passed this router before: one of its workers is the ro
 _LOST = "the worker was lost after the answer had begun"
 _ERROR_EVENT = re.compile(rb'(?:event: error\n)?data: \{\s*"(?:error"|object":\s*"error"|type":\s*"error")')
 _CLIENT_ERROR = re.compile(rb'"code":\s*4\d\d\b')
+_ERRORS = (WorkerFailure.SERVER_ERROR, WorkerFailure.DECLINED)
+_NO_FAULT = (WorkerFailure.ROUTER, WorkerFailure.NOT_LOADED, WorkerFailure.REFUSED, WorkerFailure.DECLINED)
 _FATAL = "engines were lost while they had this request, so it is not sent to another one"
 
 
@@ -263,7 +265,7 @@ class RouterProxy:
         except TimeoutError:
             raise self._timed_out(this, request) from None
         except TryFailed as failure:
-            if this.has_params and failure.kind is WorkerFailure.SERVER_ERROR:  # perhaps P has died with its blocks
+            if this.has_params and failure.kind in _ERRORS:  # perhaps P has died with its blocks
                 failure.kind = WorkerFailure.NOT_LOADED
             this.outcome = failure.kind
             self._apply_failure(worker, failure, request)
@@ -419,7 +421,7 @@ class RouterProxy:
         if not first and reply.status == HTTPStatus.OK and generates:
             raise TryFailed(WorkerFailure.EMPTY, "200 with an empty body")
         if streams and _ERROR_EVENT.match(first) and not _CLIENT_ERROR.search(first):
-            raise TryFailed(WorkerFailure.SERVER_ERROR, first[:200].decode(errors="replace"),
+            raise TryFailed(WorkerFailure.of_error(first), first[:200].decode(errors="replace"),
                             answer=RouterResponse(HTTPStatus.OK, first, headers))
         return headers, whole, first
 
@@ -475,12 +477,12 @@ class RouterProxy:
             kept.append((b"retry-after", str(max(1, round(self._options.retry_after_s))).encode()))
         answer = RouterResponse(reply.status, bytes(body), kept) if body else None
         kind = (WorkerFailure.BUSY if busy else WorkerFailure.NO_MODEL if reply.status == HTTPStatus.NOT_FOUND
-                else WorkerFailure.SERVER_ERROR)
+                else WorkerFailure.of_error(body))
         raise TryFailed(kind, f"{reply.status} {bytes(body[:200]).decode(errors='replace')}", answer=answer)
 
     def _apply_failure(self, worker: RouterWorker, failure: TryFailed, request: RouterRequest) -> None:
         """Do what a failed try means for the worker: take it out, pause it, or ask for its models."""
-        if failure.kind in (WorkerFailure.ROUTER, WorkerFailure.NOT_LOADED, WorkerFailure.REFUSED):
+        if failure.kind in _NO_FAULT:
             return
         if failure.kind is WorkerFailure.BUSY:
             headers = failure.answer.headers if failure.answer is not None else []

@@ -11,6 +11,7 @@ import collections
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum, StrEnum
 
@@ -37,6 +38,7 @@ class WorkerSource(Enum):
     OPERATOR = "operator"  # POST /workers
     DNS = "dns"
     FILE = "file"
+_REQUEST_ERROR = re.compile(rb'"message":\s*"Internal server error"')
 
 
 class WorkerFailure(StrEnum):
@@ -50,8 +52,15 @@ class WorkerFailure(StrEnum):
     PROBE = "probe"
     NO_MODEL = "no_model"  # status 404; the worker is not taken out
     ROUTER = "router"  # the router lacks descriptors, memory or ports; the worker is not taken out
+    DECLINED = "declined"  # an error of this request alone, by an engine that goes on; the worker is not taken out
     BUSY = "busy"  # status 429 or 503; the worker is not taken out
     REFUSED = "refused"  # another answer in place of the rest of a broken stream; the worker is not taken out
+
+    @classmethod
+    def of_error(cls, body: bytes | bytearray) -> "WorkerFailure":
+        """What an error of an engine's server says of it: nothing, where vLLM has ended this request alone, because its
+        KV could not be loaded, or may not be computed there (the key `fallback`)."""
+        return cls.DECLINED if _REQUEST_ERROR.search(body, 0, 1000) else cls.SERVER_ERROR
 
 
 class Interruption(Enum):

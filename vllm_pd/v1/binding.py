@@ -330,7 +330,9 @@ class V1Handover(Handover):
         """No request waits for a peer any more."""
         self.protocol.prefill.close_unclaimed_holds()
         for request_id in self.remote_prefills.parked_ids():
-            self._scheduler.fail_parked(self.remote_prefills.withdraw(request_id))
+            request = self.remote_prefills.withdraw(request_id)
+            self.remote_prefills.uncount_attempt(request)
+            self._scheduler.fail_parked(request)
         self.changed()
         self._apply_updates()
 

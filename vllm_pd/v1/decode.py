@@ -122,9 +122,11 @@ class ParkedRequests(DecodeHandover["Request"]):
                 continue  # the store has some of it by now, which is being loaded
             cached_tokens = self._looked_up.get(request.request_id, 0)
             usable, decision = self._decide_with_hit(request, cached_tokens)
-            if decision is not None and self.falls_back(request, decision):
+            if decision is not None and self._awaits_twin(request, cached_tokens, decision):
+                self.fallbacks.forget(request)  # as `match` asks it first
+            elif decision is not None and self.falls_back(request, decision):
                 goes |= self._ask(now, request, usable, decision) is FallbackAnswer.HERE
-            elif decision is None or not self._awaits_twin(request, cached_tokens, decision):
+            else:
                 goes = True
         for request in overdue:
             self.fallbacks.forget(request)
