@@ -29,8 +29,8 @@ class Mood(Enum):
 class DnsServer(asyncio.DatagramProtocol):
     """`zone` has the records by name, without a dot at its end, and kind. A name without any is answered with NXDOMAIN.
     The sets of records in `turns` take turns there. `mood` may be changed at any time; `moods` has those of single
-    kinds of questions. `few`: without EDNS, an answer has so many of the records, drawn at random, and does not say
-    that there are more, as Consul's."""
+    names or kinds of questions. `few`: without EDNS, an answer has so many of the records, drawn at random, and does
+    not say that there are more, as Consul's."""
 
     def __init__(self) -> None:
         self.zone: dict[tuple[str, str], list[str]] = {}
@@ -86,7 +86,7 @@ class DnsServer(asyncio.DatagramProtocol):
         self.asked.append((name, kind))
         if (name, kind) in self.turns:
             self.zone[name, kind] = next(self.turns[name, kind])
-        mood = self.moods.get(kind, self.mood)
+        mood = self.moods.get(name, self.moods.get(kind, self.mood))
         response = dns.message.make_response(query)
         response.flags |= dns.flags.RA
         if mood is Mood.SILENT:
@@ -108,4 +108,4 @@ class DnsServer(asyncio.DatagramProtocol):
             response.answer = [dns.rrset.from_text(f"{name}.", 5, "IN", kind, *records)]
         elif not any(known == name for known, _ in self.zone):
             response.set_rcode(dns.rcode.NXDOMAIN)
-        return response.to_wire()
+        return response.to_wire(max_size=65535)

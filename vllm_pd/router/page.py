@@ -107,7 +107,7 @@ async function poll() {
 
 at("login").addEventListener("submit", event => {
   event.preventDefault();
-  key = at("key").value;
+  if (at("key").value) key = at("key").value;  // the second click of two finds it empty
   at("key").value = "";
   poll();
 });
