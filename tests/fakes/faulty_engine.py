@@ -66,6 +66,7 @@ class FaultyEngine:
         self.version = "0.9.2"
         self.cancelled = 0
         self.gap_s = 0.0
+        self.go_on: asyncio.Event | None = None  # a stream waits for it after each token
         self.chunks = TOKENS
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.Task] = set()
@@ -191,6 +192,8 @@ class FaultyEngine:
             if fault is Fault.BREAK or fault is Fault.CUT and number:
                 await asyncio.sleep(0.05)
                 return False
+            if self.go_on is not None:
+                await self.go_on.wait()
             if self.gap_s and await gone(reader, self.gap_s):
                 self.cancelled += 1
                 return False

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -19,7 +20,7 @@ from vllm_pd.protocol import messages as m
 from vllm_pd.router import discovery
 from vllm_pd.router.app import RouterApp
 from vllm_pd.router.discovery import WatchedFile
-from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.options import MAX_SHOWN_CHARS, RouterOptions, parse_dns
 from vllm_pd.router.policy import RoutingPolicyConfig
 from vllm_pd.router.workers import WorkerState
 from vllm_pd.rpc.addresses import url_of
@@ -28,6 +29,11 @@ from vllm_pd.rpc.ports import take_free
 NAME = "engines.test"
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
 QUICK_DNS = {"dns_period_s": 0.1, "dns_timeout_s": 0.6, "file_period_s": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def _absent_for_a_short_time(monkeypatch):
+    monkeypatch.setattr(discovery, "ABSENT_S", 0.3)
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +55,8 @@ async def engines_at(*hosts: str) -> AsyncIterator[list[FaultyEngine]]:
 
 @contextlib.asynccontextmanager
 async def by_dns(server: DnsServer, *names: str, **options) -> AsyncIterator[Served]:
-    async with serving(0, up=False, worker_dns=names, dns_server=server.address, **QUICK_DNS, **options) as (served, _):
+    settings = {**QUICK_DNS, "dns_server": server.address, **options}
+    async with serving(0, up=False, worker_dns=names, **settings) as (served, _):
         yield served
 
 
@@ -78,9 +85,9 @@ async def problem(served: Served) -> str:
     return found
 
 
-async def test_addresses_of_both_families_join_and_leave():
-    async with DnsServer() as server, engines_at("127.0.0.1", "127.0.0.2", "::1") as engines:
-        server.zone = {(NAME, "A"): ["127.0.0.1", "127.0.0.2"], (NAME, "AAAA"): ["::1"]}
+async def test_addresses_join_and_leave():
+    async with DnsServer() as server, engines_at("127.0.0.1", "127.0.0.2") as engines:
+        server.zone = {(NAME, "A"): ["127.0.0.1", "127.0.0.2"]}
         async with by_dns(server, f"{NAME}:{engines[0].port}") as served:
             await served.until(lambda: ups(served) == {engine.url for engine in engines})
             assert all(engine.probes for engine in engines), "nobody gets requests before a probe"
@@ -88,12 +95,53 @@ async def test_addresses_of_both_families_join_and_leave():
             assert {worker.source.value for worker in served.router.workers} == {"dns"}
             assert await problem(served) == "ok"
             server.zone[(NAME, "A")] = ["127.0.0.2"]
-            await served.until(lambda: known(served) == {engines[1].url, engines[2].url})
-            server.zone[(NAME, "AAAA")] = []
-            await answered(server, 8)
-            assert engines[2].url in known(served), "all of a kind do not leave at once"
+            await served.until(lambda: known(served) == {engines[1].url})
             server.zone[(NAME, "A")] = ["127.0.0.1", "127.0.0.2"]
             await served.until(lambda: engines[0].url in ups(served))
+
+
+async def test_of_an_engine_with_both_addresses_one_is_a_worker(monkeypatch):
+    """It would count twice otherwise: as many open requests, and two subscriptions to its events."""
+    async with DnsServer() as server, engines_at("127.0.0.1", "::1") as (four, six):
+        server.zone = {(NAME, "A"): ["127.0.0.1"], (NAME, "AAAA"): ["::1"]}
+        async with by_dns(server, f"{NAME}:{four.port}") as served:
+            await served.until(lambda: ups(served) == {four.url})
+            await answered(server, 6)
+            assert known(served) == {four.url} and {kind for _, kind in server.asked} == {"A"}
+            monkeypatch.setattr(served.router._discovery._dns[0].views["A"], "_absent_s", 1000.0)
+            server.zone[(NAME, "A")] = []
+            await answered(server, 6)
+            assert known(served) == {four.url}, "it may be named again"
+            monkeypatch.undo()
+            served.router._discovery._dns[0].views["A"]._absent_s = 0.0
+            await served.until(lambda: ups(served) == {six.url} == known(served))
+            assert await problem(served) == "ok"
+            server.moods["A"] = Mood.SERVFAIL
+            await served.until(partial(has_problem, served, "A can't be looked up"))
+            assert known(served) == {six.url}
+            server.moods.clear()
+            server.zone[(NAME, "A")] = ["127.0.0.1"]
+            await served.until(lambda: ups(served) == {four.url} == known(served))
+
+
+@pytest.mark.parametrize("mood, found", [(Mood.ANSWER, 60), (Mood.NO_EDNS, 3)])
+async def test_a_server_that_names_a_few_names_all_where_there_is_room(mood, found):
+    async with DnsServer() as server:
+        server.zone = {(NAME, "A"): [f"10.9.0.{number}" for number in range(60)]}
+        server.few, server.mood = 3, mood
+        options = RouterOptions(dns_server=server.address)
+        urls = await asyncio.to_thread(discovery.look_up, options, parse_dns("key", f"{NAME}:80"), "A")
+        assert len(urls) == found and not server.over_tcp
+
+
+async def test_names_whose_servers_are_silent_hold_up_no_other():
+    async with DnsServer() as server:
+        lame = [f"lame{number}.test" for number in range(8)]
+        server.moods = dict.fromkeys(lame, Mood.SILENT)
+        server.zone = {(NAME, "A"): ["127.0.0.1"]}
+        async with by_dns(server, *(f"{name}:80" for name in lame), f"{NAME}:80", dns_timeout_s=5.0) as served:
+            await served.until(lambda: known(served))
+            assert sum(found.endswith("is not read yet") for found in served.router._discovery.as_json().values()) == 8
 
 
 async def test_a_resolver_that_answers_with_a_part_takes_nobody_out():
@@ -111,13 +159,15 @@ async def test_an_open_request_ends_at_a_worker_that_leaves():
         server.zone = {(NAME, "A"): ["127.0.0.1"]}
         async with by_dns(server, f"{NAME}:{first.port}") as served:
             await served.until(lambda: ups(served) == {first.url})
-            first.gap_s = 0.4
+            first.go_on = asyncio.Event()
             stream = asyncio.create_task(served.ask(True))
             await served.until(lambda: first.asked)
             server.zone = {(NAME, "A"): ["127.0.0.2"]}
             await served.until(lambda: ups(served) == {second.url} and known(served) == {second.url})
             assert not stream.done()
             assert (await served.ask()).json["from"] == second.port and second.asked
+            assert not stream.done()
+            first.go_on.set()
             assert (await stream).events[-1] == "[DONE]"
 
 
@@ -144,15 +194,17 @@ async def test_a_resolver_that_fails_takes_nobody_out_and_is_reported_once(mood,
             assert said(caplog, "can't be looked up") == said(caplog, "names workers again") == 1
 
 
-async def test_a_failure_at_one_kind_of_record_holds_up_no_other():
-    async with DnsServer() as server, engines_at("127.0.0.1", "127.0.0.2") as engines:
-        server.zone = {(NAME, "A"): ["127.0.0.1"]}
+async def test_a_failure_at_the_second_kind_of_record_is_one_of_the_name():
+    async with DnsServer() as server, engines_at("::1") as [engine]:
+        server.zone = {(NAME, "AAAA"): ["::1"]}
         server.moods["AAAA"] = Mood.SERVFAIL
-        async with by_dns(server, f"{NAME}:{engines[0].port}") as served:
-            await served.until(lambda: ups(served) == {engines[0].url})
-            assert "AAAA can't be looked up" in await problem(served)
-            server.zone = {(NAME, "A"): ["127.0.0.2"]}
-            await served.until(lambda: ups(served) == {engines[1].url} == known(served))
+        async with by_dns(server, f"{NAME}:{engine.port}") as served:
+            await served.until(partial(has_problem, served, "AAAA can't be looked up"))
+            server.moods.clear()
+            await served.until(lambda: ups(served) == {engine.url})
+            server.moods["AAAA"] = Mood.SERVFAIL
+            await answered(server, 12)
+            assert ups(served) == {engine.url} and "its workers stay" in await problem(served)
 
 
 async def test_a_name_without_an_address_is_waited_for(caplog):
@@ -165,8 +217,7 @@ async def test_a_name_without_an_address_is_waited_for(caplog):
         await served.until(lambda: ups(served) == {engine.url})
 
 
-async def test_with_no_address_left_the_workers_leave_after_the_grace(monkeypatch):
-    monkeypatch.setattr(discovery, "EMPTY_GRACE_S", 0.5)
+async def test_with_no_address_left_the_workers_leave():
     async with DnsServer() as server, engines_at("127.0.0.1") as [engine]:
         server.zone = {(NAME, "A"): ["127.0.0.1"]}
         async with by_dns(server, f"{NAME}:{engine.port}") as served:
@@ -215,6 +266,40 @@ async def test_an_operator_removes_a_worker_that_dns_still_names():
             await answered(server, 8)
             server.zone[(NAME, "A")] = ["127.0.0.1", "127.0.0.2"]
             await served.until(lambda: len(ups(served)) == 2)
+
+
+async def test_a_worker_that_an_operator_has_removed_stays_away_from_partial_answers():
+    async with DnsServer() as server, engines_at("127.0.0.1", "127.0.0.2") as engines:
+        server.turns[NAME, "A"] = itertools.cycle([["127.0.0.1"], ["127.0.0.2"]])
+        async with by_dns(server, f"{NAME}:{engines[0].port}") as served:
+            await served.until(lambda: len(ups(served)) == 2)
+            await answered(server, 4)
+            async with served.session.delete(served.url + "/workers", data=json.dumps({"url": engines[0].url}),
+                                             headers={"Content-Type": "application/json"}) as response:
+                assert response.status == 200
+            server.turns[NAME, "A"] = itertools.cycle([*[["127.0.0.2"]] * 6, ["127.0.0.1", "127.0.0.2"]])
+            await answered(server, 18)
+            assert known(served) == {engines[1].url}
+
+
+async def test_the_registry_is_heard_while_a_source_is_silent(tmp_path):
+    path = tmp_path / "workers"
+    async with DnsServer() as server, engines_at("127.0.0.1", "127.0.0.2") as (one, two):
+        server.zone = {(NAME, "A"): ["127.0.0.1"]}
+        path.write_text(two.url)
+        async with by_dns(server, f"{NAME}:{one.port}", workers_file=str(path), dns_timeout_s=5.0) as served:
+            await served.until(lambda: ups(served) == {one.url, two.url})
+            server.mood = Mood.SILENT
+            path.unlink()
+            await answered(server, 1)
+            await served.until(partial(has_problem, served, "there is no such file"))
+            members = [m.Member(f"e{number}", role, f"tcp://127.0.0.1:{number + 1}", FINGERPRINT, http=engine.url,
+                                draining=number == 0)
+                       for number, (engine, role) in enumerate(((one, m.Role.BOTH), (two, m.Role.PREFILL)))]
+            served.router._membership.update(members, 0.0)
+            assert not known(served)
+            served.router._membership.update([], 1.0)
+            assert known(served) == {one.url, two.url}
 
 
 async def test_an_engine_that_drains_or_prefills_by_the_registry_gets_no_requests():
@@ -306,6 +391,54 @@ def test_a_half_written_file_is_read_when_it_is_whole(tmp_path):
     with pytest.raises(ConfigError):
         watched.look()
     assert watched.look() is None, "once is enough"
+
+
+def test_a_file_that_changes_within_its_time_and_size(tmp_path):
+    path = tmp_path / "workers"
+    path.write_text("http://a:8000\n")
+    before = path.stat()
+    watched = WatchedFile(str(path))
+    assert watched.read() == ("http://a:8000", )
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        path.write_text("http://b:8000\n")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert watched.look() is None and watched.look() == ("http://b:8000", )
+
+
+async def test_a_file_system_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(discovery, "FILE_TIMEOUT_S", 0.2)
+    path, free, looks, look = tmp_path / "workers", threading.Event(), [], WatchedFile.look
+    path.write_text("http://127.0.0.1:9")
+
+    def wait_and_look(self):
+        looks.append(self)
+        assert free.wait(60)
+        return look(self)
+
+    monkeypatch.setattr(WatchedFile, "look", wait_and_look)
+    try:
+        async with serving(0, up=False, workers_file=str(path), **QUICK_DNS) as (served, _):
+            await served.until(partial(has_problem, served, "does not answer in 0.2 s"))
+            await asyncio.sleep(0.6)
+            assert len(looks) == 1 and known(served) == {"http://127.0.0.1:9"}
+            free.set()
+            path.write_text("http://127.0.0.1:10")
+            await served.until(lambda: known(served) == {"http://127.0.0.1:10"})
+            assert await problem(served) == "ok"
+            free.clear()
+            await served.until(partial(has_problem, served, "does not answer in 0.2 s"))
+        assert not free.is_set(), "the router has ended"
+    finally:
+        free.set()
+
+
+async def test_a_long_line_leaves_the_cure_to_be_read(tmp_path, caplog):
+    path = tmp_path / "workers"
+    path.write_text("http://127.0.0.1:9")
+    async with serving(0, up=False, workers_file=str(path), **QUICK_DNS) as (served, _):
+        replace(path, "x" * 1_000_000)
+        await served.until(partial(has_problem, served, "characters: write it like http://127.0.0.1:8001"))
+        assert len(await problem(served)) < len(str(path)) + 2 * MAX_SHOWN_CHARS + 200
 
 
 async def test_a_file_that_is_missing_at_the_start_is_waited_for(tmp_path, caplog):

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from vllm_pd.router.policy import Policy
 from vllm_pd.router.workers import WorkerState
 
 needs_chromium = pytest.mark.skipif(not shutil.which("chromium"), reason="chromium missing: apt-get install chromium")
-EVIL = "<img src=x onerror=window.injected=1>"
+EVIL = "<img/src=x/onerror=window.injected=1>"
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "m", "float32", "float32", 16, 2, 2, 64, "hnd")
 PAGE = """\
 # TYPE vllm:num_requests_running gauge
@@ -148,13 +149,15 @@ async def test_an_engine_that_does_not_answer_holds_up_no_other(monkeypatch):
         engines[2].page = "vllm:num_requests_running 1.0\n"
         found = rows(await fleet(served))
         assert found[engines[0].url]["why"] == "its metrics: no answer in 0.2 s"
-        assert "longer than 1024 bytes" in found[engines[1].url]["why"]
+        assert "longer than 512 bytes" in found[engines[1].url]["why"]
         assert found[engines[2].url]["running"] == 1
 
 
 @pytest.mark.parametrize("page", [
     b"vllm:pd_parked_blocks{ 1\n", b"vllm:pd_parked_blocks x\n", b"vllm:pd_parked_blocks\n",
-    b"vllm:pd_parked_blocks 1\n" * 5000, b"vllm:pd_parked_blocks{a=\"\xff\"} 1\n"])
+    b"vllm:pd_parked_blocks 1\n" * 5000, b"vllm:pd_parked_blocks{a=\"\xff\"} 1\n",
+    b'vllm:pd_parked_blocks{a="' + b"x" * 500 + b'"} 1\n', (b'vllm:pd_jobs_total{a="' + b"x" * 400 + b'"} 1\n') * 1000,
+    b"vllm:other 1\n" * (1 << 16)])
 def test_pages_that_can_t_be_read(page):
     with pytest.raises(ValueError):
         EngineFigures.of(page, 0.0)
@@ -170,6 +173,51 @@ def test_rates_are_of_what_was_counted_between_two_readings():
     assert "remote_per_s" not in figures_of(None, after)
     odd = EngineFigures.of(b"vllm:num_requests_running NaN\nvllm:kv_cache_usage_perc +Inf\n", 0.0)
     assert figures_of(None, odd)["kv_used"] is None and "running" not in figures_of(None, odd)
+
+
+def test_little_is_kept_of_a_page():
+    many = "".join(f'vllm:pd_jobs_total{{engine="{number}"}} 2.0\n' for number in range(1000))
+    first = EngineFigures.of((PAGE + many).encode(), 10.0)
+    second = EngineFigures.of((PAGE.replace("10.0", "16.0").replace("} 80", "} 90").replace("} 100", "} 120")
+                               + many.replace("2.0", "3.0")).encode(), 12.0)
+    kept = first.kept()
+    assert figures_of(kept, second) == figures_of(first, second) and figures_of(kept, second)["jobs_per_s"] == 500
+    assert sum(map(len, kept._samples.values())) < 20 and kept.kept()._samples == kept._samples
+    sick = EngineFigures.of(b'vllm:pd_degraded{reason="a"} 0\nvllm:pd_degraded{reason="b"} 1\nvllm:pd_control_dead 1\n',
+                            0.0).kept()
+    assert sick.degraded() == "b" and sick.sum("vllm:pd_control_dead") == 1
+    assert EngineFigures.of(b"x\n\nvllm:pd_held_blocks 7", 0.0).sum("vllm:pd_held_blocks") == 7
+
+
+async def test_a_page_that_is_long_to_parse_is_alone_in_one_thread(monkeypatch):
+    """Each reading ends in time, and none begins to parse while a page of an earlier one is not done."""
+    monkeypatch.setattr(overview, "PERIOD_S", 0.0)
+    monkeypatch.setattr(overview, "ALL_TIMEOUT_S", 0.2)
+    free, parsed, read_page = threading.Event(), [], overview._read_page
+
+    def wait_and_read(*args):
+        parsed.append(threading.current_thread().name)
+        assert free.wait(60)
+        return read_page(*args)
+
+    monkeypatch.setattr(overview, "_read_page", wait_and_read)
+    try:
+        async with serving(3) as (served, engines):
+            for engine in engines:
+                engine.page = PAGE
+            for _ in range(4):
+                assert {row["why"] for row in (await fleet(served))["rows"]} == {"its metrics: not read"}
+            assert len(parsed) == 1 and parsed[0].startswith("fleet")
+            free.set()
+            monkeypatch.setattr(overview, "ALL_TIMEOUT_S", 20.0)
+            assert [row["running"] for row in (await fleet(served))["rows"]] == [4, 4, 4]
+            assert set(parsed) == set(parsed[:1])
+            free.clear()
+            monkeypatch.setattr(overview, "ALL_TIMEOUT_S", 0.2)
+            await fleet(served)
+        assert not free.is_set(), "the router has ended"
+    finally:
+        free.set()
 
 
 async def test_the_load_that_a_worker_reports_fills_in_for_its_metrics(monkeypatch):
@@ -225,6 +273,29 @@ async def test_b80_the_fleet_needs_a_key_and_the_page_none():
             assert not engine.metrics_read
             for key in keys:
                 assert rows(await fleet(served, Authorization=f"Bearer {key}")).keys() == {engine.url}
+
+
+@pytest.mark.parametrize("path", ["/fleet", "/workers"])
+async def test_b80_without_a_key_no_web_page_reads_the_fleet(path):
+    """Nor one whose name its owner has made resolve to this machine, so that its requests carry no Origin."""
+    async with serving(1) as (served, [engine]):
+        for method in ("GET", "HEAD"):
+            for headers in ({"Host": "evil.test"}, {"Host": "evil.test:8000", "X-Forwarded-For": "10.0.0.1"},
+                            {"Origin": "http://evil.test"}, {"Host": "127.0.0.1.evil.test"}):
+                assert (await served.ask(path=path, method=method, headers=headers)).status in (
+                    (403, 405) if method == "HEAD" else (403, ))
+        assert not engine.metrics_read
+        for host in ("localhost:8000", "127.0.0.1", "[::1]:80"):
+            assert engine.url in (await served.ask(path=path, method="GET", headers={"Host": host})).body.decode()
+        away = {"client": ("10.0.0.9", 1), "method": "GET", "headers": [(b"host", b"router.example")]}
+        assert served.router._refused(away) is None, "as /metrics"
+        assert served.router._refused({**away, "headers": [(b"origin", b"http://a")]}).status == 403
+    async with serving(1, operator_key="operators") as (served, [engine]):
+        for headers, status in (({}, 403), ({"Authorization": "Bearer operators"}, 200)):
+            assert (await served.ask(path=path, method="GET", headers={"Host": "a.test", **headers})).status == status
+    async with serving(1, api_key="clients") as (served, [engine]):
+        headers = {"Host": "router.example", "Origin": "http://router.example", "Authorization": "Bearer clients"}
+        assert (await served.ask(path=path, method="GET", headers=headers)).status == 200
 
 
 async def test_a_reading_that_fails_leaves_the_next_one_possible(monkeypatch):
@@ -365,3 +436,41 @@ async def test_a_browser_asks_for_the_key(tmp_path):
             await browser.until(TABLE, lambda found, expected=rows_shown: len(found) == expected)
         assert await browser.until("document.getElementById('login').hidden", bool)
         assert engine.url in table(await browser.value(TABLE))
+
+
+COUNTED = """(() => {
+  window.timers = new Set(); window.open = 0;
+  const set = window.setTimeout, clear = window.clearTimeout, fetch = window.fetch;
+  window.setTimeout = (call, after) => {
+    const id = set(() => { timers.delete(id); call() }, after);
+    timers.add(id);
+    return id;
+  };
+  window.clearTimeout = id => { timers.delete(id); clear(id) };
+  window.fetch = async (...given) => {
+    if (window.broken) throw new TypeError("broken");
+    window.open += 1;
+    const answer = await fetch(...given);
+    set(() => { window.open -= 1 }, 300);  // the page has shown it, or dropped it
+    return answer;
+  };
+  return 0;
+})()"""
+CLICK = "(document.querySelector('button').click(), 0)"
+
+
+@needs_chromium
+async def test_a_browser_has_one_timer(tmp_path):
+    """After two clicks, too, and after an error while the page waits for a key."""
+    async with (serving(1, api_key="secret") as (served, _), browsing(served.url + "/", tmp_path) as browser):
+        await browser.until("document.getElementById('login')?.hidden", lambda hidden: hidden is False)
+        await browser.value(COUNTED)
+        await browser.value(f"(window.broken = true, {CLICK})")
+        await browser.until("timers.size", lambda timers: timers == 1)
+        assert "does not answer" in await browser.value("document.getElementById('problem').textContent")
+        assert await browser.value("document.getElementById('login').hidden") is False
+        await browser.value("(window.broken = false, document.getElementById('key').value = 'secret', 0)")
+        await browser.value(f"({CLICK}, {CLICK})")
+        await browser.until(TABLE, lambda found: len(found) == 2)
+        await browser.until("open", lambda open: open == 0)
+        assert await browser.value("timers.size") == 1

@@ -65,12 +65,21 @@ def objection(scope: Mapping[str, Any], option: str = "--api-key") -> str | None
     headers = dict(scope["headers"])
     if not _is_here(scope.get("client")) or any(name in headers for name in _FORWARDED):
         return f"there is no {option}, so this is for this machine only"
-    if b"origin" in headers:
-        return f"there is no {option}, so this is for no web page"
-    if not _names_loopback(headers.get(b"host", b"").decode("latin-1")):
-        return f"there is no {option}: write 127.0.0.1 or localhost into the URL"
+    if (problem := reading_objection(scope, option)) is not None:
+        return problem
     if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != _JSON:
         return f"there is no {option}: add the header Content-Type: application/json"
+    return None
+
+
+def reading_objection(scope: Mapping[str, Any], option: str = "--api-key") -> str | None:
+    """Why a server without a key refuses a request that only reads what is no web page's business; None where it
+    accepts it. A client on another machine is no browser here, whatever `Host` it sends."""
+    headers = dict(scope["headers"])
+    if b"origin" in headers:
+        return f"there is no {option}, so this is for no web page"
+    if _is_here(scope.get("client")) and not _names_loopback(headers.get(b"host", b"").decode("latin-1")):
+        return f"there is no {option}: write 127.0.0.1 or localhost into the URL"
     return None
 
 

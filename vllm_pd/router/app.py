@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.frontend.access import has_key, objection
+from vllm_pd.frontend.access import has_key, objection, reading_objection
 from vllm_pd.router import descriptors, responses
 from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
 from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
@@ -89,6 +89,7 @@ class RouterApp:
         self.workers.on_join.append(self.probes.watch)
         self.workers.on_leave.append(self.subscriptions.unsubscribe)
         self.workers.on_end += [self.probes.forget, self._close_connections]
+        self._membership.on_update.append(self._discovery.apply)
         self._membership.start()
         self._discovery.start()
         self._running = True
@@ -285,16 +286,18 @@ class RouterApp:
         """The error for a request to /workers or /fleet that is not allowed, else None. A change needs the operator's
         key, as engines get the prompts of all clients and the workers' key. Without --operator-key and --api-key it
         must come from this machine, as for the engines' operator routes. With --api-key alone it is never allowed, as a
-        request that comes through a proxy on this machine may look like one from here."""
+        request that comes through a proxy on this machine may look like one from here. Without --api-key everybody may
+        read but a web page, also one whose name its owner has made resolve to this machine."""
         headers, operator_key = scope["headers"], self.options.operator_key
         if operator_key is not None and has_key(_authorization(headers), (operator_key, )):
             return None
         if not self._has_key(headers):
             return RouterResponse.of_json({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)
+        problem: str | None
         if scope["method"] in ("GET", "HEAD"):
-            return None
-        if operator_key is not None:
-            problem: str | None = "this needs the key of --operator-key: send it in Authorization: Bearer KEY"
+            problem = reading_objection(scope) if self.options.api_key is None else None
+        elif operator_key is not None:
+            problem = "this needs the key of --operator-key: send it in Authorization: Bearer KEY"
         elif self.options.api_key is not None:
             problem = "clients may not change workers: start the router with --operator-key, and send that key"
         else:

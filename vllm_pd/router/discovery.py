@@ -4,22 +4,27 @@
 A worker that a source names is added, and gets requests once a probe has passed. One that no source names any more
 leaves: it gets no new requests and finishes its open ones. A source that can't be read changes nothing.
 
-- DNS: a worker leaves after MISSES answers in a row without it, because a resolver may answer with some addresses only.
-  If a question that had workers is answered with none, they stay for EMPTY_GRACE_S. A and AAAA are two questions, so
-  that a resolver which fails at one of them does not hold up the other.
+- DNS: a worker leaves when it has been absent from MISSES answers in a row and for ABSENT_S. A resolver may answer with
+  some of the addresses only. Where one does, which is seen by workers that live and come back, a worker that lives
+  stays. AAAA is asked for only where there is no A: of an engine with both addresses one URL is enough.
 - The file: a worker leaves at once. A file in which anything is wrong, or that names nobody, changes nothing. It is
   read when it has been the same at two looks, since it may be half-written.
 
 `SourceView` decides who leaves, and is pure. Answers of DNS are read in threads: a long one takes tens of milliseconds.
+The file is looked at in a thread of its own, which may wait without end, as at a file server that is gone.
 """
 import asyncio
+import concurrent.futures
 import ipaddress
 import logging
+import math
 import os
 import stat
+import threading
+import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from typing import Any, NamedTuple
 
 import dns.exception
 import dns.resolver
@@ -35,43 +40,71 @@ from vllm_pd.router.options import (
     parse_worker,
     parse_worker_lines,
 )
-from vllm_pd.router.workers import Workers, WorkerSource
+from vllm_pd.router.workers import Workers, WorkerSource, WorkerState
 from vllm_pd.rpc.addresses import url_of
 
 logger = logging.getLogger("vllm.pd.router")
 
 MAX_WORKERS_OF_SOURCE = 1024  # of one question to DNS, or of the file
 MAX_FILE_BYTES = 1 << 20
-MISSES = 2
-EMPTY_GRACE_S = 30.0
-DNS_THREADS = 4
+MISSES = 3
+ABSENT_S = 30.0
+PARTIAL_S = 600.0  # for so long answers count as partial after one was
+LEFT_S = 120.0  # a worker that is named again so soon after it has left shows that too
+EDNS_BYTES = 1232  # of an answer over UDP: fits any path without fragments
+FILE_TIMEOUT_S = 5.0
 FILE_OPTION = "--workers-file"
 _DISCOVERED = (WorkerSource.DNS, WorkerSource.FILE)
-_Signature = tuple[int, int, int, int]
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # an address of IPv4 in its last four bytes
+_UNUSABLE = tuple(map(ipaddress.ip_network, ("0.0.0.0/8", "240.0.0.0/4")))
+_NO_EDNS = ("FORMERR", "NOTIMP")  # answers of a server that does not know it
+_Signature = tuple[int, int, int, int, int]
+
+
+class _Absence(NamedTuple):
+    """A worker that the last answers lack: so many, since then. `others`: one of these named other workers."""
+    answers: int
+    since_s: float
+    others: bool
 
 
 class SourceView:
-    """The workers of one source, by its answers. One leaves after `misses` answers in a row without it. While the
-    answers name nobody, all stay for `empty_grace_s` after the first of these. Pure: times are passed in, of one
-    clock."""
+    """The workers of one source, by its answers. One leaves when `misses` answers in a row lack it, and it has been
+    absent for `absent_s`. The source is partial for PARTIAL_S after it has named a worker again that lives all the
+    time, or that left less than LEFT_S ago: from a partial one, a worker that lives leaves only when an answer names
+    nobody. `lives` says whether a worker with this URL does. Pure: times are passed in, of one clock."""
 
-    def __init__(self, misses: int = 1, empty_grace_s: float = 0.0) -> None:
+    def __init__(self, misses: int = 1, absent_s: float = 0.0,
+                 lives: Callable[[str], bool] = lambda url: False) -> None:
         self.urls: frozenset[str] = frozenset()
         self._misses = misses
-        self._empty_grace_s = empty_grace_s
-        self._missed: dict[str, int] = {}
-        self._empty_since_s: float | None = None
+        self._absent_s = absent_s
+        self._lives = lives
+        self._absent: dict[str, _Absence] = {}
+        self._left_s: dict[str, float] = {}  # when a worker left that answers with others lacked
+        self._partial_until_s = -math.inf
 
     def answered(self, urls: Collection[str], now_s: float) -> None:
         """The source has named these workers, and only these."""
-        self._missed = {url: self._missed.get(url, 0) + 1 for url in self.urls.difference(urls)}
-        if urls:
-            self._empty_since_s = None
-        elif self._empty_since_s is None:
-            self._empty_since_s = now_s
-        if self._empty_since_s is None or now_s - self._empty_since_s >= self._empty_grace_s:
-            self._missed = {url: count for url, count in self._missed.items() if count < self._misses}
-        self.urls = frozenset(urls).union(self._missed)
+        back = [url for url in urls if url in self._absent and self._absent[url].others and self._lives(url)]
+        self._left_s = {url: at_s for url, at_s in self._left_s.items() if now_s - at_s < LEFT_S}
+        if back or not self._left_s.keys().isdisjoint(urls):
+            self._partial_until_s = now_s + PARTIAL_S
+        absent = {}
+        for url in self.urls.difference(urls):
+            before = self._absent.get(url, _Absence(0, now_s, False))
+            now = _Absence(before.answers + 1, before.since_s, before.others or bool(urls))
+            if not self._is_absent_too_long(url, now, bool(urls), now_s):
+                absent[url] = now
+            elif now.others:
+                self._left_s[url] = now_s
+        self._absent = absent
+        self.urls = frozenset(urls).union(absent)
+
+    def _is_absent_too_long(self, url: str, absence: _Absence, others: bool, now_s: float) -> bool:
+        if absence.answers < self._misses or now_s - absence.since_s < self._absent_s:
+            return False
+        return not (others and now_s < self._partial_until_s and self._lives(url))
 
 
 class SourceState(StrEnum):
@@ -104,37 +137,48 @@ class _Source:
 
 
 class _DnsQuestions(_Source):
-    """What is asked for one --worker-dns, and what has been answered."""
+    """What is asked for one --worker-dns, and what has been answered: `views` by the kind of record, of which a later
+    one is asked for only where the earlier one names nobody."""
 
-    def __init__(self, source: DnsSource, options: RouterOptions, metrics: RouterMetrics) -> None:
+    def __init__(self, source: DnsSource, options: RouterOptions, metrics: RouterMetrics,
+                 lives: Callable[[str], bool]) -> None:
         super().__init__(f"--worker-dns {source.text}", metrics)
         self._source = source
         self._options = options
         kinds = ("A", "AAAA") if source.port is not None else ("SRV", )
-        self.views = {kind: SourceView(MISSES, EMPTY_GRACE_S) for kind in kinds}
+        self.views = {kind: SourceView(MISSES, ABSENT_S, lives) for kind in kinds}
 
-    async def ask(self, executor: ThreadPoolExecutor) -> None:
-        """Ask all questions once, side by side, and note the answers."""
+    async def ask(self, executor: concurrent.futures.Executor) -> None:
+        """Ask once, and note the answer. A failure changes nothing."""
         loop = asyncio.get_running_loop()
-        answers = await asyncio.gather(*(loop.run_in_executor(executor, look_up, self._options, self._source, kind)
-                                         for kind in self.views), return_exceptions=True)
-        failed = ""
-        for (kind, view), answer in zip(self.views.items(), answers, strict=True):
-            if isinstance(answer, BaseException):
-                expected = isinstance(answer, (dns.exception.DNSException, OSError, ConfigError))
-                if not expected and self.state is not SourceState.FAILED:
-                    logger.error("unexpected error while %s is looked up", self._source.name, exc_info=answer)
-                failed = failed or f"{self.text}: {kind} can't be looked up ({_brief(answer)})"
-            else:
-                view.answered(answer, loop.time())
-        known = any(view.urls for view in self.views.values())
-        if failed:
-            self.note(SourceState.FAILED, f"{failed}: " + ("its workers stay" if known else "it has no worker yet"))
-        elif not any(answers):
-            self.note(SourceState.EMPTY, f"{self.text} has no address that an engine can have" + (
-                f": its workers leave in {EMPTY_GRACE_S:.0f} s" if known else ", and no worker until it has one"))
-        else:
+        found = False
+        for kind, view in self.views.items():
+            try:
+                urls = frozenset() if found else await loop.run_in_executor(executor, look_up, self._options,
+                                                                            self._source, kind)
+            except Exception as error:  # of a resolver, a socket, a library
+                self._note_failure(kind, error)
+                return
+            view.answered(urls, loop.time())
+            found = found or bool(urls)
+            if not found and view.urls:  # they may be named again, so their other addresses must not join
+                break
+        if found:
             self.note(SourceState.OK, "")
+        else:
+            self.note(SourceState.EMPTY, f"{self.text} has no address that an engine can have" + (
+                f": its workers leave in {ABSENT_S:.0f} s" if self._has_workers() else
+                ", and no worker until it has one"))
+
+    def _note_failure(self, kind: str, error: Exception) -> None:
+        if not isinstance(error, (dns.exception.DNSException, OSError, ConfigError)) and (
+                self.state is not SourceState.FAILED):
+            logger.error("unexpected error while %s is looked up", self._source.name, exc_info=error)
+        self.note(SourceState.FAILED, f"{self.text}: {kind} can't be looked up ({_brief(error)}): " + (
+            "its workers stay" if self._has_workers() else "it has no worker yet"))
+
+    def _has_workers(self) -> bool:
+        return any(view.urls for view in self.views.values())
 
 
 class WatchedFile:
@@ -200,13 +244,15 @@ class Discovery:
         self._options = options
         self._workers = workers
         self._unwanted = unwanted
-        self._dns = [_DnsQuestions(parse_dns("--worker-dns", text), options, metrics) for text in options.worker_dns]
+        self._dns = [_DnsQuestions(parse_dns("--worker-dns", text), options, metrics, self._lives)
+                     for text in options.worker_dns]
         self._file = WatchedFile(options.workers_file) if options.workers_file is not None else None
         self._file_view = SourceView()
         self._file_source: _Source | None = None
         self._dismissed: set[str] = set()  # whom an operator has removed while a source names them
         self._tasks: list[asyncio.Task] = []
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: concurrent.futures.Executor | None = None
+        self._look: asyncio.Future[tuple[str, ...] | None] | None = None  # at the file; may never end
         self._full = False
         if self._file is not None:
             self._file_source = _Source(f"{FILE_OPTION} {self._file.path}", metrics)
@@ -216,16 +262,18 @@ class Discovery:
         """Begin to follow the sources."""
         loop = asyncio.get_running_loop()
         if self._dns:
-            self._executor = ThreadPoolExecutor(DNS_THREADS, thread_name_prefix="dns")
+            # One for each name, so that none waits for another one's resolver.
+            self._executor = concurrent.futures.ThreadPoolExecutor(len(self._dns), thread_name_prefix="dns")
             self._tasks += [loop.create_task(self._follow_dns(one), name=one.text) for one in self._dns]
         if self._file is not None:
-            self._apply()
+            self.apply()
             self._tasks.append(loop.create_task(self._follow_file(), name=self._file_source.text))
         for task in self._tasks:
             task.add_done_callback(_ended)
 
     async def close(self) -> None:
-        """Stop following the sources. A thread that waits for a resolver ends by itself, within `dns_timeout_s`."""
+        """Stop following the sources. A thread that waits for a resolver ends by itself, within `dns_timeout_s`; one
+        that waits for the file ends with the process at the latest."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -244,6 +292,12 @@ class Discovery:
         sources = [*self._dns, *([self._file_source] if self._file_source is not None else [])]
         return {source.text: source.problem or SourceState.OK.value for source in sources}
 
+    def _lives(self, url: str) -> bool:
+        """Whether there is a worker that answers. One that an operator has removed counts as such: it must not be
+        forgotten by a partial answer, and join at the next one."""
+        worker = self._workers.get(url)
+        return url in self._dismissed or worker is not None and worker.state is WorkerState.UP
+
     def _named(self) -> dict[str, WorkerSource]:
         """By URL: who names a worker."""
         named = dict.fromkeys(self._file_view.urls, WorkerSource.FILE)
@@ -252,8 +306,9 @@ class Discovery:
                 named |= dict.fromkeys(view.urls, WorkerSource.DNS)
         return named
 
-    def _apply(self) -> None:
-        """Add and remove workers so that they fit what the sources name."""
+    def apply(self) -> None:
+        """Add and remove workers so that they fit what the sources have named, and who is unwanted. To be called
+        when the latter changes, too."""
         named = self._named()
         self._dismissed &= named.keys()
         wanted = named.keys() - self._dismissed - set(self._unwanted())
@@ -276,21 +331,32 @@ class Discovery:
     async def _follow_dns(self, questions: _DnsQuestions) -> None:
         while True:
             await questions.ask(self._executor)
-            self._apply()
+            self.apply()
             await asyncio.sleep(self._options.dns_period_s)
 
     async def _follow_file(self) -> None:
         while True:
             await asyncio.sleep(self._options.file_period_s)
             try:
-                urls = await asyncio.to_thread(self._file.look)
+                urls = await self._look_at_file()
             except (ConfigError, OSError) as error:
                 self._note_file(error)
             else:
                 if urls is not None:
                     self._file_view.answered(urls, asyncio.get_running_loop().time())
                     self._file_source.note(SourceState.OK, "")
-                self._apply()
+            self.apply()
+
+    async def _look_at_file(self) -> tuple[str, ...] | None:
+        """As `WatchedFile.look`. Raises TimeoutError while a look takes longer than FILE_TIMEOUT_S; until it has ended
+        there is no other one."""
+        if self._look is None:
+            self._look = _in_thread(self._file.look, "workers-file")
+        done, _ = await asyncio.wait({self._look}, timeout=FILE_TIMEOUT_S)
+        if not done:
+            raise TimeoutError(f"it does not answer in {FILE_TIMEOUT_S:g} s: mend the file system that it is on")
+        look, self._look = self._look, None
+        return look.result()
 
     def _read_first(self) -> None:
         """A file that does not exist yet, or names nobody yet, is waited for."""
@@ -320,9 +386,11 @@ def look_up(options: RouterOptions, source: DnsSource, kind: str) -> frozenset[s
         address, resolver.port = parse_dns_server("--dns-server", options.dns_server)
         resolver.nameservers = [address]
     resolver.timeout = options.dns_timeout_s / 3
+    # Without it some servers answer with as many records as 512 bytes have room for, and don't say that there are more.
+    resolver.use_edns(0, 0, EDNS_BYTES)
+    until_s = time.monotonic() + options.dns_timeout_s
     try:
-        answer = resolver.resolve(source.name, kind, raise_on_no_answer=False, lifetime=options.dns_timeout_s,
-                                  search=True)
+        answer = _ask(resolver, source.name, kind, until_s)
     except dns.resolver.NXDOMAIN:
         return frozenset()
     records = [] if answer.rrset is None else list(answer.rrset)
@@ -336,11 +404,29 @@ def look_up(options: RouterOptions, source: DnsSource, kind: str) -> frozenset[s
     return frozenset(url for url in urls if url is not None)
 
 
+def _ask(resolver: dns.resolver.Resolver, name: str, kind: str, until_s: float) -> dns.resolver.Answer:
+    """Of servers that don't know EDNS, without it."""
+    try:
+        return _resolve(resolver, name, kind, until_s)
+    except dns.resolver.NoNameservers as error:
+        if not any(why in _NO_EDNS for _, _, _, why, _ in error.kwargs["errors"]):
+            raise
+        resolver.use_edns(False)
+        return _resolve(resolver, name, kind, until_s)
+
+
+def _resolve(resolver: dns.resolver.Resolver, name: str, kind: str, until_s: float) -> dns.resolver.Answer:
+    return resolver.resolve(name, kind, raise_on_no_answer=False, lifetime=max(0.0, until_s - time.monotonic()),
+                            search=True)
+
+
 def _url_of_address(text: str, port: int, scheme: str) -> str | None:
     """None where no engine can be reached by this address from another machine."""
     address = ipaddress.ip_address(text)
     address = getattr(address, "ipv4_mapped", None) or address
-    if address.is_unspecified or address.is_multicast or address.is_link_local or str(address) == "255.255.255.255":
+    meant = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else address
+    if (meant.is_unspecified or meant.is_multicast or meant.is_link_local
+            or any(meant in network for network in _UNUSABLE)):
         return None
     return url_of(str(address), port, scheme)
 
@@ -353,13 +439,30 @@ def _url_of_target(target: str, port: int, scheme: str) -> str | None:
 
 def _signature(found: os.stat_result) -> _Signature:
     """What changes when a file is written or another one takes its place."""
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
 
 
 def _brief(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return "there is no such file: write it"
+    if isinstance(error, ConfigError):
+        return str(error)  # short, and its cure comes last
     return str(error)[:300] or repr(error)
+
+
+def _in_thread(function: Callable[[], Any], name: str) -> asyncio.Future[Any]:
+    """Call it in a thread that the end of the process does not wait for, as it would for one of an executor."""
+    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return asyncio.wrap_future(result)
 
 
 def _ended(task: asyncio.Task) -> None:

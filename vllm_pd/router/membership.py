@@ -10,6 +10,7 @@ does not answer, all workers stay.
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import zmq
@@ -33,7 +34,8 @@ MAX_DISMISSED = 4096
 class Membership:
     """Adds and removes workers. `problem` says why the registry can't be read; empty where it can. `members`: the
     engines in it that can be reached, of any role; `unwanted`: the URLs of those among them that must get no clients'
-    requests, whoever else names them. Belongs to the router's event loop."""
+    requests, whoever else names them. `on_update` are called when these may have changed. Belongs to the router's event
+    loop."""
 
     def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics) -> None:
         self._options = options
@@ -49,6 +51,7 @@ class Membership:
         self.problem = ""
         self.members: tuple[Member, ...] = ()
         self.unwanted: frozenset[str] = frozenset()
+        self.on_update: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Add the static workers, and begin to follow the registry."""
@@ -120,6 +123,8 @@ class Membership:
                 logger.info("worker %s has left", worker.url)
                 self._missing_since.pop(worker.url, None)
                 self._workers.remove(worker.url)
+        for callback in self.on_update:
+            callback()
 
     def _reachable(self, members: list[Member]) -> list[Member]:
         unreachable = [member for member in members if _keeps_to_its_loopback(member)]

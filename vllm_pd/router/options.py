@@ -26,6 +26,8 @@ _EXAMPLE_WORKER = "http://127.0.0.1:8001"
 _EXAMPLE_DNS = "engines.default.svc.cluster.local:8000, or srv:_http._tcp.engines.default.svc.cluster.local"
 _SRV = re.compile(r"_(?P<service>[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)\._tcp\.(?P<name>.+)", re.IGNORECASE)
 MAX_NAME_CHARS = 253
+MAX_URL_CHARS = 2048
+MAX_SHOWN_CHARS = 80  # of a value in an error
 _ENDPOINT = re.compile(r"tcp://[^,/]+:0*[1-9]\d*|ipc://[^,]+")
 _POSITIVE = ("probe_interval_s", "probe_timeout_s", "connect_timeout_s", "tokenize_timeout_s", "registry_period_s",
              "expected_s", "retry_after_s", "header_timeout_s", "body_timeout_s", "write_timeout_s", "idle_timeout_s",
@@ -187,16 +189,35 @@ def parse_worker(key: str, url: object) -> str:
     cure = f"write it like {_EXAMPLE_WORKER}"
     if not isinstance(url, str) or "@" in url:
         raise ConfigError(key, "***" if isinstance(url, str) else url, cure)
-    refuse_unbracketed(key, url)
+    url = url.strip()
+    shown = url if len(url) <= MAX_SHOWN_CHARS else url[:MAX_SHOWN_CHARS] + "..."
+    if len(url) > MAX_URL_CHARS:
+        raise ConfigError(key, shown, f"it is longer than {MAX_URL_CHARS} characters: {cure}")
+    if not url.isprintable() or " " in url:
+        raise ConfigError(key, shown, f"it has a blank or a control character in it: {cure}")
+    if not url.lower().startswith(("http://", "https://")):
+        raise ConfigError(key, shown, cure)
     try:
-        parts = urllib.parse.urlsplit(url.strip())
+        refuse_unbracketed(key, url)
+        parts = urllib.parse.urlsplit(url)
         port = parts.port
+        host = _usual_form(parts.hostname or "")
+    except ConfigError as error:
+        raise ConfigError(key, shown, error.cure) from None
     except ValueError as error:
-        raise ConfigError(key, url, f"{error}: {cure}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(key, url, cure)
+        raise ConfigError(key, shown, f"{str(error)[:MAX_SHOWN_CHARS]}: {cure}") from None
+    if not host or port == 0 or parts.query or parts.fragment:
+        raise ConfigError(key, shown, cure)
     port = port or (443 if parts.scheme == "https" else 80)
-    return url_of(parts.hostname, port, parts.scheme) + parts.path.rstrip("/")
+    return url_of(host, port, parts.scheme) + parts.path.rstrip("/")
+
+
+def _usual_form(host: str) -> str:
+    """Of an address of IPv6, which can be written in many ways. Raises ValueError for one that is none."""
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host)
+    return str(address.ipv4_mapped or address)
 
 
 def parse_events(key: str, value: str) -> tuple[str, str, str | None]:

@@ -3,9 +3,11 @@
 engines of the registry, with what it knows of each and with figures of their pages of metrics.
 
 Engines are read only when somebody asks, and then at most once in PERIOD_S for all who ask: these get the same answer.
-Without anybody who asks nothing is read. MAX_READ engines are, READERS at a time.
+Without anybody who asks nothing is read. MAX_READ engines are, READERS at a time. Pages are parsed in a thread of the
+overview's own, one at a time: one that takes long holds up the overview, and nothing else of the router.
 """
 import asyncio
+import concurrent.futures
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -32,8 +34,10 @@ READERS = 16
 MAX_READ = 256
 MAX_ROWS = 1024
 MAX_PAGE_BYTES = 4 << 20
-MAX_LINES = 4096  # of our figures: some dozens for each data-parallel rank
-MAX_LINE_BYTES = 1024
+MAX_OWN_LINES = 1 << 16  # of all figures of vLLM: thousands for each data-parallel rank
+MAX_LINES = 4096  # of those that are shown: some dozens for each data-parallel rank
+MAX_LINE_BYTES = 512
+MAX_WANTED_BYTES = 256 << 10  # of these lines together: the parser takes some tenths of a second for so many
 MAX_CHARS = 300
 MAX_MODELS = 16
 ROWS_A_TURN = 64  # of the event loop
@@ -49,9 +53,15 @@ _KV_USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _HITS, _QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
 _ATTEMPTS, _HANDOVER = "vllm:pd_attempts_total", "vllm:pd_handover_seconds"
 _DEGRADED, _DEAD = "vllm:pd_degraded", "vllm:pd_control_dead"
+_FAILED = tuple({"outcome": outcome} for outcome in ("failed", "expired"))
 _WANTED = tuple(name.encode() for name in (*_PRESENT.values(), *_KV_USED, _HITS, _QUERIES, _ATTEMPTS,
                                            f"{_HANDOVER}_sum", f"{_HANDOVER}_count", _DEGRADED, _DEAD,
                                            *(name for name, _ in _COUNTED.values())))
+_OURS = b"\nvllm:"  # what all of them begin with
+# What of a reading is needed after it: for the rates of the next one, and for an engine's state.
+_KEPT: tuple[tuple[str, Mapping[str, str]], ...] = (
+    *_COUNTED.values(), (_HITS, {}), (_QUERIES, {}), (_DEAD, {}), *((_ATTEMPTS, labels) for labels in _FAILED),
+    *((f"{_HANDOVER}_{part}", {"stage": stage}) for part in ("sum", "count") for stage in _STAGES))
 
 
 class EngineFigures:
@@ -64,9 +74,7 @@ class EngineFigures:
     @classmethod
     def of(cls, page: bytes, at_s: float) -> "EngineFigures":
         """Raises ValueError for a page that can't be read, or has more figures than any engine."""
-        lines = [line for line in page.split(b"\n") if line.startswith(_WANTED)]
-        if len(lines) > MAX_LINES or any(len(line) > MAX_LINE_BYTES for line in lines):
-            raise ValueError(f"more than {MAX_LINES} figures, or longer than {MAX_LINE_BYTES} bytes")
+        lines = _wanted_lines(page)
         samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(b"\n".join([*lines, b""]).decode()):
             for sample in family.samples:
@@ -81,6 +89,16 @@ class EngineFigures:
     def sum(self, name: str, **labels: str) -> float:
         """Their sum; 0 where there is none."""
         return sum(self.values(name, **labels))
+
+    def kept(self) -> "EngineFigures":
+        """What of it is needed after it has been shown: some dozens of sums, however many samples there are."""
+        samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for name, labels in _KEPT:
+            if values := self.values(name, **labels):
+                samples.setdefault(name, []).append((labels, sum(values)))
+        if reason := self.degraded():
+            samples[_DEGRADED] = [({"reason": reason}, 1.0)]
+        return EngineFigures(samples, self.at_s)
 
     def degraded(self) -> str:
         """Why the engine says that it is degraded; empty where it is not."""
@@ -134,7 +152,7 @@ def figures_of(before: EngineFigures | None, now: EngineFigures) -> dict[str, fl
             if now.values(name) and (count := added(name, **labels)) >= 0:
                 shown[field] = count / (now.at_s - before.at_s)
     if now.values(_ATTEMPTS):
-        shown["failed_attempts"] = sum(max(0.0, added(_ATTEMPTS, outcome=one)) for one in ("failed", "expired"))
+        shown["failed_attempts"] = sum(max(0.0, added(_ATTEMPTS, **labels)) for labels in _FAILED)
     for stage in _STAGES:
         count, seconds = (added(f"{_HANDOVER}_{part}", stage=stage) for part in ("count", "sum"))
         shown[f"{stage}_s"] = seconds / count if count > 0 and seconds >= 0 else None
@@ -166,7 +184,10 @@ class FleetOverview:
         self._figures: dict[str, EngineFigures] = {}  # of the last reading, by URL
         self._fields: dict[str, dict[str, float | None]] = {}  # what they show
         self._problems: dict[str, str] = {}
-        self._parsing = asyncio.Lock()  # several threads at once would hold up the loop for longer
+        self._parsing = asyncio.Lock()
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fleet")
+        # The page that is being parsed, perhaps of a reading that has ended: the thread can't be stopped.
+        self._parsed: asyncio.Future[tuple[EngineFigures, dict[str, float | None]]] | None = None
         self._body = b""
         self._read_s = -math.inf
         self._task: asyncio.Task[None] | None = None
@@ -182,10 +203,11 @@ class FleetOverview:
         return self._body
 
     async def close(self) -> None:
-        """End a reading that is under way."""
+        """End a reading that is under way. A page that is being parsed is bounded, so its thread ends by itself."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _read(self) -> None:
         try:
@@ -240,8 +262,7 @@ class FleetOverview:
             if response.status != 200:
                 raise ConnectionError(str(response.status))
             now_s = asyncio.get_running_loop().time()
-            async with self._parsing:
-                self._figures[url], self._fields[url] = await asyncio.to_thread(_read_page, body, now_s, before)
+            self._figures[url], self._fields[url] = await self._parse(body, now_s, before)
         except TimeoutError:
             self._problems[url] = f"no answer in {READ_TIMEOUT_S:g} s"
         except (OSError, ValueError, *UNREADABLE) as error:
@@ -249,6 +270,20 @@ class FleetOverview:
         except Exception as error:  # whatever an engine sends, the others are shown
             logger.debug("unexpected error while the metrics of %s are read", url, exc_info=True)
             self._problems[url] = repr(error)
+
+    async def _parse(self, page: bytes, at_s: float,
+                     before: EngineFigures | None) -> tuple[EngineFigures, dict[str, float | None]]:
+        """One page at a time, so that none waits in the executor, where the end of its reading would leave it. Raises
+        ValueError."""
+        async with self._parsing:
+            if self._parsed is not None:
+                await asyncio.wait({self._parsed})
+            self._parsed = asyncio.get_running_loop().run_in_executor(self._thread, _read_page, page, at_s, before)
+            try:
+                return await asyncio.shield(self._parsed)
+            finally:
+                if self._parsed.done():
+                    self._parsed = None
 
     def _row_of(self, worker: RouterWorker, member: Member | None) -> FleetRow:
         role = member.role if member is not None else Role.PREFILL if worker.prefills else Role.DECODE
@@ -304,9 +339,32 @@ class FleetOverview:
 
 def _read_page(page: bytes, at_s: float,
                before: EngineFigures | None) -> tuple[EngineFigures, dict[str, float | None]]:
-    """For a thread: what is on a page of metrics, and what of it is shown. Raises ValueError."""
+    """For a thread: what of a page of metrics is kept, and what is shown. Raises ValueError."""
     now = EngineFigures.of(page, at_s)
-    return now, figures_of(before, now)
+    return now.kept(), figures_of(before, now)
+
+
+def _wanted_lines(page: bytes) -> list[bytes]:
+    """The lines that are shown. Jumps from one of vLLM's to the next, as a page may have millions of others. Raises
+    ValueError where there are more than any engine has."""
+    page = b"\n" + page
+    lines: list[bytes] = []
+    bytes_left, number = MAX_WANTED_BYTES, 0
+    at = page.find(_OURS)
+    while at >= 0:
+        number += 1
+        end = page.find(b"\n", at + 1)
+        end = len(page) if end < 0 else end
+        if page.startswith(_WANTED, at + 1):
+            bytes_left -= end - at
+            if end - at > MAX_LINE_BYTES or bytes_left < 0 or len(lines) == MAX_LINES:
+                raise ValueError(f"more than {MAX_LINES} figures or {MAX_WANTED_BYTES} bytes of them, or one longer "
+                                 f"than {MAX_LINE_BYTES} bytes")
+            lines.append(page[at + 1:end])
+        if number == MAX_OWN_LINES:
+            raise ValueError(f"more than {MAX_OWN_LINES} figures")
+        at = page.find(_OURS, end)
+    return lines
 
 
 def _url_of(member: Member) -> str | None:

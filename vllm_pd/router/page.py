@@ -47,7 +47,7 @@ const COLUMNS = [
   ["state", "state", text, "word"], ["why", "why", text, "wide"]];
 const ALWAYS = new Set(["role", "url", "in_flight", "state"]);
 const shown = new Set(ALWAYS);
-let key = "";
+let key = "", timer = 0, polls = 0;
 const at = id => document.getElementById(id);
 
 function add(parent, kind, content, name) {
@@ -84,24 +84,30 @@ function show(fleet) {
 }
 
 async function poll() {
+  clearTimeout(timer);
+  const mine = ++polls;
+  let refused = false;
   if (!document.hidden) {
     try {
       const answer = await fetch("fleet", {headers: key ? {Authorization: "Bearer " + key} : {}, cache: "no-store",
                                            signal: AbortSignal.timeout(TIMEOUT_MS)});
-      at("login").hidden = answer.status !== 401;
-      if (answer.ok) show(await answer.json());
-      else at("problem").textContent = answer.status === 401 ? "This router wants a key." :
-        `The router answers ${answer.status}.`;
+      const fleet = answer.ok ? await answer.json() : null;
+      if (mine !== polls) return;
+      refused = answer.status === 401;
+      at("login").hidden = !refused;
+      if (fleet) show(fleet);
+      else at("problem").textContent = refused ? "This router wants a key." : `The router answers ${answer.status}.`;
     } catch (error) {
+      if (mine !== polls) return;
       at("problem").textContent = `The router does not answer (${error}): the table is old.`;
     }
   }
-  if (at("login").hidden) setTimeout(poll, PERIOD_MS);
+  if (!refused) timer = setTimeout(poll, PERIOD_MS);
 }
 
 at("login").addEventListener("submit", event => {
   event.preventDefault();
-  key = at("key").value;
+  if (at("key").value) key = at("key").value;  // the second click of two finds it empty
   at("key").value = "";
   poll();
 });
