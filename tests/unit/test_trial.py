@@ -15,7 +15,7 @@ from vllm_pd.protocol.messages import PromptRecord, Timings
 
 TIMES = StageTimes(0.002, 0.001, 1.5, 0.01, 4_000_000, True, 1_000_000)
 REMOTE = PromptReport(1024, "remote", "asked", 1, 0, "p" * 32, "tcp://127.0.0.1:9", "done", "", TIMES, 1.52, 0.03)
-REASONS_TO_STAY = set(Reason) - {Reason.ASKED, Reason.HELD, Reason.LENGTH, Reason.ITL, Reason.TTFT}
+REASONS_TO_STAY = set(Reason) - {Reason.ASKED, Reason.HELD, Reason.LENGTH, Reason.ITL, Reason.TTFT, Reason.OWN}
 
 
 def test_reports_are_what_engines_send():
