@@ -20,7 +20,7 @@ from vllm_pd.errors import PDError
 from vllm_pd.extras import require_extra, require_vllm
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.launch.plan import UpOptions
-from vllm_pd.ops.options import PlannerOptions, TopOptions, TraceOptions, TrialOptions
+from vllm_pd.ops.options import TopOptions, TraceOptions, TrialOptions
 from vllm_pd.ops.printing import printable
 from vllm_pd.ops.sizing import SizingOptions
 from vllm_pd.ops.split import SplitOptions
@@ -261,16 +261,6 @@ def trace(access: Access, options: TraceOptions,
         trace_fleet(broker, access, options, lambda line: _show([line]))
     except KeyboardInterrupt:  # while nothing was read yet, or for the second time
         raise typer.Exit(130) from None
-
-
-@app.command()
-@takes_settings
-def planner(broker: OfBroker, access: Access, options: PlannerOptions) -> None:
-    """Say on /metrics how many prefill and decode engines a fleet wants; with --flip, have kv_both engines change their
-    role by it. Starts no engine. SIGTERM or Ctrl-C ends it."""
-    require_extra("router", "httptools", "aiohappyeyeballs", "prometheus_client")
-    from vllm_pd.ops.planner import run_planner
-    run_planner(broker, access, options)
 
 
 def _show(lines: Iterable[str]) -> None:

@@ -116,7 +116,6 @@ def test_the_error_of_a_worker_arrives(missing):
     (["doctor", "--try", "http://h"], {"httptools"}, '"vllm-pd[router]"'),
     (["doctor", "--for", "vllm serve m"], {"vllm"}, '"vllm==0.32.*" "vllm-pd[engine]"'),
     (["top", "--broker", "tcp://127.0.0.1:5700"], {"prometheus_client"}, '"vllm-pd[router]"'),
-    (["planner", "--broker", "tcp://127.0.0.1:5700"], {"prometheus_client"}, '"vllm-pd[router]"'),
     (["up", "m"], {"vllm"}, '"vllm==0.32.*" "vllm-pd[engine]"'),
     (["up", "m", "--router"], {"uvicorn"}, '"vllm-pd[router]"'),
     (["status", "--broker", "nats://127.0.0.1:4222"], {"nats"}, '"vllm-pd[nats]"'),

@@ -22,7 +22,7 @@ from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.ops.options import TopOptions
 from vllm_pd.ops.pages import MIB, PageReader, api_key, authorization
 from vllm_pd.ops.scrape import MetricsSnapshot, parse
-from vllm_pd.ops.top import WANTED, FleetReading, FleetTable, MemberReading, degraded_reason, wanted_lines
+from vllm_pd.ops.top import FleetReading, FleetTable, MemberReading, degraded_reason, wanted_lines
 from vllm_pd.protocol.messages import Member
 from vllm_pd.router.options import parse_worker
 
@@ -62,14 +62,12 @@ async def _show(console: Console, broker: str, reader: FleetReader, interval_s: 
 
 class FleetReader:
     """Reads a fleet again and again. Belongs to one event loop, from its first reading on. `headers` go to the engines'
-    `/pd/status`. `wanted`: how the lines begin that are read of `/metrics`."""
+    `/pd/status`."""
 
-    def __init__(self, broker: str, access: Access, headers: Mapping[str, str],
-                 wanted: tuple[str, ...] = WANTED) -> None:
+    def __init__(self, broker: str, access: Access, headers: Mapping[str, str]) -> None:
         self._broker = broker
         self._access = access
         self._headers = headers
-        self._wanted = wanted
         self._members: tuple[Member, ...] = ()
         self._pages: PageReader | None = None
 
@@ -106,7 +104,7 @@ class FleetReader:
             if page.status != HTTPStatus.OK:
                 raise ConnectionError(f"/metrics answers {page.status}")
             at_s = time.monotonic()
-            figures = parse(wanted_lines(page.body.decode(errors="replace"), self._wanted))
+            figures = parse(wanted_lines(page.body.decode(errors="replace")))
         except TimeoutError:
             return MemberReading(member, time.monotonic(), fault=f"no answer within {PAGE_S:g} s")
         except (OSError, ValueError, ConfigError) as error:
