@@ -2,6 +2,7 @@
 """The engine's own figures reach /metrics. Over the multiprocess files of `vllm serve`: tests/sockets."""
 
 import prometheus_client
+import pytest
 
 from vllm_pd.handover.metrics import OUTCOMES, STAGES, PDMetrics
 from vllm_pd.ops.scrape import parse
@@ -73,3 +74,10 @@ def test_survives_upstreams_clean_up_and_a_second_engine():
     seen = exposed()
     assert seen.value("vllm:pd_attempts_total", model_name="first", outcome="failed") == 1
     assert seen.value("vllm:pd_attempts_total", model_name="second", outcome="failed") == 2
+
+
+@pytest.mark.parametrize("page", ['vllm:pd_degraded{, ={a="b"} 1\n', "vllm:a{\n", 'a{b="\n', "a b c d\n", "\x00"])
+def test_what_is_no_page_of_metrics_is_a_valueerror_whatever_the_parser_raises(page):
+    """Of a hostile engine: `vllm-pd top` goes on with the others."""
+    with pytest.raises(ValueError):
+        parse(page)

@@ -39,9 +39,12 @@ class MetricsSnapshot:
 def parse(text: str) -> MetricsSnapshot:
     """The samples of a page in Prometheus' text format. Raises ValueError for anything else."""
     samples: dict[Key, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    except Exception as error:  # the parser raises whatever it meets, an IndexError for one
+        raise ValueError(f"no page of metrics: {error!r}") from error
     return MetricsSnapshot(samples)
 
 
