@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import vllm_pd.handover.decode
-from vllm_pd.decisions.policy import Decision, PolicyConfig, PolicyInput, Reason
+from vllm_pd.decisions.policy import Decision, OwnPolicy, PolicyConfig, PolicyInput, Reason
 from vllm_pd.protocol.messages import Role
 
 from .fleet import Plan
@@ -62,8 +62,8 @@ def counted_decisions(found: "collections.Counter[tuple[bool, Reason]]") -> Iter
     """Count (remote, reason) of all decisions of bindings, those that nobody acts on included."""
     real = vllm_pd.handover.decode.decide
 
-    def decide(request: PolicyInput, config: PolicyConfig) -> Decision:
-        decision = real(request, config)
+    def decide(request: PolicyInput, config: PolicyConfig, own: OwnPolicy | None = None) -> Decision:
+        decision = real(request, config, own)
         found[decision.remote, decision.reason] += 1
         return decision
 
