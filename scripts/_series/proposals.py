@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """patches/for_upstream: mends of ours that upstream needs too, as it would take them: each by itself on the newest
-release, with its tests in upstream's folders and signed off by whoever sends it.
+release, with its tests in upstream's folders and signed off by its sender.
 """
 import os
 import re
@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-from . import diff, verify
+from . import diff, verify, work
 from .errors import Refusal, refuse_all
-from .git import Repo, raw_bytes, text
+from .git import raw_bytes, text
 from .patch import Patch, parse
 from .source import Source
 
@@ -54,19 +54,19 @@ def load(folder: Path) -> List[Patch]:
     if not found:
         raise Refusal(f"{folder}: expected proposals, NAME.patch; found none")
     problems = [f"{patch.name}: changes no file below tests/" for patch in found
-                if not any(path.startswith("tests/") for path in created(patch) + patch.paths)]
+                if not any(path.startswith("tests/") for path in touched(patch))]
     refuse_all(f"{folder}:", problems)
     return found
 
 
-def created(patch: Patch) -> List[str]:
-    """The files that a proposal makes."""
-    return re.findall(r"^--- /dev/null\n\+\+\+ b/(.*)$", patch.diff, re.MULTILINE)
+def touched(patch: Patch) -> List[str]:
+    """The files that a proposal changes or makes; a patch of the series makes none."""
+    return patch.paths + re.findall(r"^--- /dev/null\n\+\+\+ b/(.*)$", patch.diff, re.MULTILINE)
 
 
 def sender() -> Tuple[str, str]:
-    """Name and address for Signed-off-by, which certifies the origin of a change: those of the user's git, since only
-    he can certify it."""
+    """Name and address for Signed-off-by, which certifies the origin of a change: those of the user's git, since nobody
+    else can certify it."""
     said = []
     for key in ("user.name", "user.email"):
         done = subprocess.run(["git", "config", key], capture_output=True, text=True, check=False)
@@ -85,10 +85,8 @@ def write(patches: List[Patch], source: Source, folder: Path, name: str, address
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     try:
-        repo = Repo(staging / "tree")
-        repo.create()
-        source.unpack(repo.path)
-        upstream = repo.commit_all(f"{source.pin.stem}\n")
+        repo = work.create([], source, staging / "tree")
+        upstream = repo.head()
         problems: List[str] = []
         for patch in patches:
             branch = patch.name[:-len(".patch")]
@@ -98,7 +96,7 @@ def write(patches: List[Patch], source: Source, folder: Path, name: str, address
                 problems += [f"{patch.name}: {one}" for one in wrong]
                 repo.run("reset", "-q", "--hard", upstream)
                 continue
-            problems += _broken(repo, patch)
+            problems += [f"{patch.name}: {one}" for one in verify.compile_all(repo.path, touched(patch))]
             signed = Patch(f"{name} <{address}>", patch.subject, f"{patch.body}\n\nSigned-off-by: {name} <{address}>",
                            patch.diff)
             commit = repo.commit(signed.message, signed.author)
@@ -116,18 +114,6 @@ def write(patches: List[Patch], source: Source, folder: Path, name: str, address
     return [folder / patch.name for patch in patches]
 
 
-def _broken(repo: Repo, patch: Patch) -> List[str]:
-    """The touched Python files that do not compile."""
-    found = []
-    for path in dict.fromkeys(patch.paths + created(patch)):
-        if path.endswith(".py"):
-            try:
-                compile((repo.path / path).read_bytes(), path, "exec")
-            except SyntaxError as error:
-                found.append(f"{patch.name}: {path}:{error.lineno}: {error.msg}")
-    return found
-
-
 class Condition(NamedTuple):
     """What a trailer Drop-When waits for, and how it is seen in a release: `file` is `absent`, or its text has
     `pattern`, or with `negated` has it no more."""
@@ -140,10 +126,10 @@ class Condition(NamedTuple):
     def holds(self, content: Optional[str]) -> bool:
         """Whether it is true, by the content of the file; None: there is no such file. Refuses that where the content
         was to be read: the file has another name now, and the condition is to be written anew."""
-        if self.absent or content is None:
-            if not self.absent:
-                raise Refusal(f"{DROP_WHEN}: {self.text}: the release has no {self.file}: say where it is seen now")
+        if self.absent:
             return content is None
+        if content is None:
+            raise Refusal(f"{DROP_WHEN}: {self.text}: the release has no {self.file}: say where it is seen now")
         return bool(re.search(self.pattern, content, re.DOTALL)) is not self.negated
 
 

@@ -236,8 +236,8 @@ class NoWorkers(ConfigError):
 
 
 class Discovery:
-    """Adds and removes the workers that the sources name. `unwanted` returns URLs that are not to join, whoever names
-    them. Belongs to the router's event loop. Raises ConfigError for a file that exists and can't be used."""
+    """Adds and removes the workers that the sources name. `unwanted` returns URLs that are not to join by any source.
+    Belongs to the router's event loop. Raises ConfigError for a file that exists and can't be used."""
 
     def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics,
                  unwanted: Callable[[], Collection[str]]) -> None:

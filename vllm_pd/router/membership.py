@@ -34,8 +34,8 @@ MAX_DISMISSED = 4096
 class Membership:
     """Adds and removes workers. `problem` says why the registry can't be read; empty where it can. `members`: the
     engines in it that can be reached, of any role; `unwanted`: the URLs of those among them that must get no clients'
-    requests, whoever else names them. `on_update` are called when these may have changed. Belongs to the router's event
-    loop."""
+    requests, also where another source names them. `on_update` are called when these may have changed. Belongs to the
+    router's event loop."""
 
     def __init__(self, options: RouterOptions, workers: Workers, metrics: RouterMetrics) -> None:
         self._options = options
