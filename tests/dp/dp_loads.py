@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vllm_pd.bench.dp.group import Group
 
-HORIZON_STEPS = 8  # vllm_pd.v0.dp.interface.Settings
+HORIZON_STEPS = 8  # vllm_pd.dp.interface.Settings
 _tree = os.environ.get("VLLM_PD_DP_TREE")
 TREE = Path(_tree) if _tree else None
 LOCKSTEP = {"dp_sync": {"lockstep": True}}  # has ranks without experts keep in step, too

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from tests.dp_protocol.models import At, Rank, RpcModel, Setting, ShmModel, State, astuple, put, without
-from vllm_pd.v0.dp.calls import CallState
-from vllm_pd.v0.dp.core import Coordinator, Lookahead, Participant, RankState
-from vllm_pd.v0.dp.interface import StepDecision
+from vllm_pd.dp.calls import CallState
+from vllm_pd.dp.core import Coordinator, Lookahead, Participant, RankState
+from vllm_pd.dp.interface import StepDecision
 
 
 class HorizonOnOneSide(RpcModel):

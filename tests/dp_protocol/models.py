@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from vllm_pd.v0.dp.calls import CallAction, CallRegisters, CallState
-from vllm_pd.v0.dp.core import Coordinator, Lookahead, Participant, RankState
-from vllm_pd.v0.dp.interface import StepDecision
+from vllm_pd.dp.calls import CallAction, CallRegisters, CallState
+from vllm_pd.dp.core import Coordinator, Lookahead, Participant, RankState
+from vllm_pd.dp.interface import StepDecision
 
 
 class At(IntEnum):

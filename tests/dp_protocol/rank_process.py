@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.dp_protocol import wire
-from vllm_pd.v0 import dp
-from vllm_pd.v0.dp.group import join
-from vllm_pd.v0.dp.interface import CallOutcome, GroupFailed, StepDecision, SyncSettings
+from vllm_pd import dp
+from vllm_pd.dp.group import join
+from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision, SyncSettings
 
 _FORK = multiprocessing.get_context("fork")
 BOUND_S = 100.0  # far more than any of what follows: a machine may be busy

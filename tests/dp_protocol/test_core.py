@@ -3,13 +3,13 @@
 import msgspec
 import pytest
 
+from vllm_pd.dp import messages
+from vllm_pd.dp.calls import CallAction, CallRegisters, CallState
+from vllm_pd.dp.core import Coordinator, Lookahead, Participant, RankState, StepRequest
+from vllm_pd.dp.horizon import Meter
+from vllm_pd.dp.interface import StepDecision
+from vllm_pd.dp.liveness import GroupLiveness
 from vllm_pd.rpc.codec import BadFrame, FrameFault
-from vllm_pd.v0.dp import messages
-from vllm_pd.v0.dp.calls import CallAction, CallRegisters, CallState
-from vllm_pd.v0.dp.core import Coordinator, Lookahead, Participant, RankState, StepRequest
-from vllm_pd.v0.dp.horizon import Meter
-from vllm_pd.v0.dp.interface import StepDecision
-from vllm_pd.v0.dp.liveness import GroupLiveness
 
 NEXT = Lookahead(1, 1)
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_pd.dp.interface import SyncSettings
 from vllm_pd.errors import ConfigError
 from vllm_pd.v0.dp.engine import most_steps, settings_of
-from vllm_pd.v0.dp.interface import SyncSettings
 
 
 def request(tokens: int, computed: int, most: int, given: int = 0) -> SimpleNamespace:

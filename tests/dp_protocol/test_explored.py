@@ -7,7 +7,7 @@ import pytest
 from tests.dp_protocol import broken
 from tests.dp_protocol.explorer import Violation, explore
 from tests.dp_protocol.models import RpcModel, Setting, ShmModel, Spare
-from vllm_pd.v0.dp.core import Lookahead
+from vllm_pd.dp.core import Lookahead
 
 pytestmark = pytest.mark.exact
 SPARE = Spare

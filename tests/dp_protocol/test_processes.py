@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.dp_protocol.rank_process import BOUND_S, CALM, FAILED, QUICK, SLOW_CALL, SLOW_S, Group
-from vllm_pd.v0.dp import shm
+from vllm_pd.dp import shm
 from vllm_pd.v0.dp.engine import EngineSync, ends_at_signals
 
 STALL_S = 2.0

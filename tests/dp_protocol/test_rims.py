@@ -17,16 +17,16 @@ import zmq
 
 from tests.dp_protocol.rank_process import BOUND_S, engine_loop
 from tests.waiting import wait_for
+from vllm_pd.dp import coordinator as coordinator_module
+from vllm_pd.dp import rpc as rpc_module
+from vllm_pd.dp.calls import CallRegisters, CallState
+from vllm_pd.dp.coordinator import CoordinatorServer
+from vllm_pd.dp.group import check, join
+from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision, SyncSettings
+from vllm_pd.dp.rpc import RpcMember
+from vllm_pd.dp.shm import SharedPage, ShmMember
 from vllm_pd.errors import ConfigError
 from vllm_pd.rpc.sockets import SendResult
-from vllm_pd.v0.dp import coordinator as coordinator_module
-from vllm_pd.v0.dp import rpc as rpc_module
-from vllm_pd.v0.dp.calls import CallRegisters, CallState
-from vllm_pd.v0.dp.coordinator import CoordinatorServer
-from vllm_pd.v0.dp.group import check, join
-from vllm_pd.v0.dp.interface import CallOutcome, GroupFailed, StepDecision, SyncSettings
-from vllm_pd.v0.dp.rpc import RpcMember
-from vllm_pd.v0.dp.shm import SharedPage, ShmMember
 
 SETTINGS = SyncSettings(timeout_s=10.0, grace_s=5.0, join_s=BOUND_S)
 
@@ -310,7 +310,7 @@ def test_b72_a_cpu_that_reorders_loads_uses_the_network(monkeypatch, cpu, backen
     assert [type(member) for member in met(lambda rank, mine: mine)] == [backend, backend]
 
 
-@pytest.mark.parametrize("missing", ["os.pidfd_open", "vllm_pd.v0.dp.group.host_id"])
+@pytest.mark.parametrize("missing", ["os.pidfd_open", "vllm_pd.dp.group.host_id"])
 def test_b72_a_rank_that_cannot_watch_processes_uses_the_network(monkeypatch, missing):
     """Some builds of Python lack the call. In some sandboxes the id of the boot can't be read."""
     if missing == "os.pidfd_open":

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from tests.waiting import wait_for
+from vllm_pd.dp.calls import CallAction, CallState
+from vllm_pd.dp.core import Participant
+from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision
 from vllm_pd.errors import ConfigError
 from vllm_pd.v0.dp import engine as engine_module
 from vllm_pd.v0.dp import utility
-from vllm_pd.v0.dp.calls import CallAction, CallState
-from vllm_pd.v0.dp.core import Participant
 from vllm_pd.v0.dp.engine import DpSyncOptions, EngineSync, settings_of
-from vllm_pd.v0.dp.interface import CallOutcome, GroupFailed, StepDecision
 from vllm_pd.v0.dp.utility import UtilityCalls, kind_of, name_of
 
 

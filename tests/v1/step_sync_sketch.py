@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sketch: vLLM 0.32's `DPEngineCoreProc` with the step sync (`vllm_pd.v0.dp`) in the place of waves.
+"""A sketch: vLLM 0.32's `DPEngineCoreProc` with the step sync (`vllm_pd.dp`) in the place of waves.
 
 What a port would change in that class is what `CountedCore` overrides; docs/dp.md says what that leaves out. The
 scheduler, the parts of the loop and the member of the step sync are the real ones. A forward pass is a barrier over the
@@ -16,9 +16,9 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from tests.v1.simulated import Engine
 from tests.v1.test_engine_access import Loop, StubExecutor
-from vllm_pd.v0 import dp
+from vllm_pd import dp
+from vllm_pd.dp.interface import GroupMember, StepDecision, SyncSettings
 from vllm_pd.v0.dp.engine import most_steps
-from vllm_pd.v0.dp.interface import GroupMember, StepDecision, SyncSettings
 
 BARRIER_S = 10.0
 

@@ -11,7 +11,7 @@ from tests.v1 import step_sync_sketch
 from tests.v1.step_sync_sketch import CountedGroup
 from tests.v1.test_engine_access import park
 from tests.v1.test_hazards import prompt
-from vllm_pd.v0.dp.interface import StepDecision
+from vllm_pd.dp.interface import StepDecision
 
 QUIET_S = 0.1
 

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from vllm_pd import dp
 from vllm_pd.bench.checks import require_at_least
 from vllm_pd.bench.dp.measure import BACKENDS, checked_backend, thread_cpu_s
 from vllm_pd.bench.report import ShowLine, side_by_side
+from vllm_pd.dp.coordinator import THREAD
+from vllm_pd.dp.interface import StepDecision, SyncSettings
 from vllm_pd.errors import ConfigError, PDError
-from vllm_pd.v0 import dp
-from vllm_pd.v0.dp.coordinator import THREAD
-from vllm_pd.v0.dp.interface import StepDecision, SyncSettings
 
 WAIT_S = 300.0  # for all ranks, on a machine with far fewer cores
 SETTINGS = SyncSettings(timeout_s=60.0, join_s=WAIT_S)  # a rank may wait long for a core

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_pd import dp
+from vllm_pd.dp.interface import GroupFailed, StepDecision, SyncSettings
 from vllm_pd.errors import ConfigError
-from vllm_pd.v0 import dp
-from vllm_pd.v0.dp.interface import GroupFailed, StepDecision, SyncSettings
 from vllm_pd.v0.dp.utility import UtilityCalls, UtilityRequest
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_pd.v0.dp.calls import NAME_BITS
-from vllm_pd.v0.dp.interface import CallOutcome, GroupMember
+from vllm_pd.dp.calls import NAME_BITS
+from vllm_pd.dp.interface import CallOutcome, GroupMember
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import DPEngineCoreProc

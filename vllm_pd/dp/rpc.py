@@ -12,14 +12,14 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from vllm_pd.dp.coordinator import CoordinatorServer
+from vllm_pd.dp.core import StepRequest
+from vllm_pd.dp.interface import Abort, GroupFailed, SyncSettings, Wake
+from vllm_pd.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
+from vllm_pd.dp.member import AWAY, BaseMember, log
+from vllm_pd.dp.messages import CoordinatorUpdate, RankReport, dealer, decode, encode, rank_identity
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.sockets import receive, send
-from vllm_pd.v0.dp.coordinator import CoordinatorServer
-from vllm_pd.v0.dp.core import StepRequest
-from vllm_pd.v0.dp.interface import Abort, GroupFailed, SyncSettings, Wake
-from vllm_pd.v0.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
-from vllm_pd.v0.dp.member import AWAY, BaseMember, log
-from vllm_pd.v0.dp.messages import CoordinatorUpdate, RankReport, dealer, decode, encode, rank_identity
 
 _COORDINATOR = 0  # the rank in whose process it is
 

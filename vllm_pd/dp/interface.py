@@ -69,8 +69,8 @@ class SyncSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     join_s: float = 120.0  # over the network: all ranks must reach the coordinator so soon after the exchanges
     grace_s: float = 5.0  # after a failure the engine loop must call the member by then, or `abort` is called
     # A call for all ranks fails if some rank has not received it for so long. 0: each rank makes it at once, alone.
-    call_wait_s: float | None = None  # None: depends on the front ends, see vllm_pd.v0.dp.engine
-    # Whether the ranks run equally many forwards. None: only if the model has experts, see vllm_pd.v0.dp.experts.
+    call_wait_s: float | None = None  # None: depends on the front ends, see vllm_pd.dp.engine
+    # Whether the ranks run equally many forwards. None: only if the model has experts, see vllm_pd.dp.experts.
     lockstep: bool | None = None
 
 

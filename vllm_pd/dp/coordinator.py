@@ -13,14 +13,14 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from vllm_pd.dp.calls import CallRegisters
+from vllm_pd.dp.core import Coordinator
+from vllm_pd.dp.interface import GroupFailed, SyncSettings
+from vllm_pd.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
+from vllm_pd.dp.messages import CoordinatorUpdate, Keys, RankReport, decode, encode, rank_identity, router
 from vllm_pd.rpc.codec import BadFrame
 from vllm_pd.rpc.poller import SocketPoller
 from vllm_pd.rpc.sockets import SendResult, endpoint, receive, send
-from vllm_pd.v0.dp.calls import CallRegisters
-from vllm_pd.v0.dp.core import Coordinator
-from vllm_pd.v0.dp.interface import GroupFailed, SyncSettings
-from vllm_pd.v0.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
-from vllm_pd.v0.dp.messages import CoordinatorUpdate, Keys, RankReport, decode, encode, rank_identity, router
 
 log = logging.getLogger("vllm.pd")
 

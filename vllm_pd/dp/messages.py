@@ -8,9 +8,9 @@ from typing import Annotated
 import msgspec
 import zmq
 
+from vllm_pd.dp.calls import CallRegisters, Number
+from vllm_pd.dp.core import Count, RankState
 from vllm_pd.rpc.codec import Framing
-from vllm_pd.v0.dp.calls import CallRegisters, Number
-from vllm_pd.v0.dp.core import Count, RankState
 
 Keys = tuple[bytes, bytes]  # CURVE: public, secret
 

@@ -22,8 +22,8 @@ from typing import Annotated
 
 import msgspec
 
-from vllm_pd.v0.dp.calls import CallAction, CallRegisters, CallState, Count, Number
-from vllm_pd.v0.dp.interface import StepDecision
+from vllm_pd.dp.calls import CallAction, CallRegisters, CallState, Count, Number
+from vllm_pd.dp.interface import StepDecision
 
 
 class Lookahead(msgspec.Struct, frozen=True, array_like=True):

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import zmq
 
+from vllm_pd.dp.coordinator import CoordinatorServer
+from vllm_pd.dp.interface import EXCHANGE_BYTES, Abort, Exchange, GroupFailed, GroupMember, SyncSettings, Wake
+from vllm_pd.dp.member import end_process, log
+from vllm_pd.dp.rpc import RpcMember
+from vllm_pd.dp.shm import SharedPage, ShmMember, open_pidfds
 from vllm_pd.errors import ConfigError
 from vllm_pd.peer.liveness.process import host_id
-from vllm_pd.v0.dp.coordinator import CoordinatorServer
-from vllm_pd.v0.dp.interface import EXCHANGE_BYTES, Abort, Exchange, GroupFailed, GroupMember, SyncSettings, Wake
-from vllm_pd.v0.dp.member import end_process, log
-from vllm_pd.v0.dp.rpc import RpcMember
-from vllm_pd.v0.dp.shm import SharedPage, ShmMember, open_pidfds
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,7 +50,7 @@ def join(rank: int, size: int, host: str, *, wake: Wake, exchange: Exchange, abo
          settings: SyncSettings | None = None, shared_memory: bool = True) -> GroupMember:
     """Join the group of `size` ranks as `rank`. Blocks until all ranks are there. Raises GroupFailed, ConfigError.
 
-    For the other parameters see vllm_pd.v0.dp. If `shared_memory` is false on any rank, all ranks use the network.
+    For the other parameters see vllm_pd.dp. If `shared_memory` is false on any rank, all ranks use the network.
     """
     shared_memory = shared_memory and os.uname().machine == _ORDERED_CPU
     settings = check(settings or SyncSettings())

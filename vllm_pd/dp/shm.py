@@ -22,11 +22,11 @@ import tempfile
 import time
 from enum import IntEnum
 
-from vllm_pd.v0.dp.calls import NAME_BITS, CallRegisters
-from vllm_pd.v0.dp.core import Lookahead, StepRequest
-from vllm_pd.v0.dp.interface import Abort, SyncSettings, Wake
-from vllm_pd.v0.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
-from vllm_pd.v0.dp.member import AWAY, BaseMember
+from vllm_pd.dp.calls import NAME_BITS, CallRegisters
+from vllm_pd.dp.core import Lookahead, StepRequest
+from vllm_pd.dp.interface import Abort, SyncSettings, Wake
+from vllm_pd.dp.liveness import SHUTDOWN_SPREAD_S, GroupLiveness
+from vllm_pd.dp.member import AWAY, BaseMember
 
 _SLOT_WORDS = 16  # two cache lines, so that no two ranks write to the same one
 _WORD_BYTES = 8

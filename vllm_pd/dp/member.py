@@ -11,12 +11,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 
+from vllm_pd.dp.calls import CallAction, CallState
+from vllm_pd.dp.core import Lookahead, Participant, StepRequest
+from vllm_pd.dp.horizon import Meter
+from vllm_pd.dp.interface import Abort, CallOutcome, GroupFailed, StepDecision, SyncCounters, SyncSettings, Wake
+from vllm_pd.dp.liveness import GroupLiveness
 from vllm_pd.rpc.sockets import Waker
-from vllm_pd.v0.dp.calls import CallAction, CallState
-from vllm_pd.v0.dp.core import Lookahead, Participant, StepRequest
-from vllm_pd.v0.dp.horizon import Meter
-from vllm_pd.v0.dp.interface import Abort, CallOutcome, GroupFailed, StepDecision, SyncCounters, SyncSettings, Wake
-from vllm_pd.v0.dp.liveness import GroupLiveness
 
 log = logging.getLogger("vllm.pd")
 

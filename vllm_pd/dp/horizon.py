@@ -15,7 +15,7 @@ by length, wastes nothing at any horizon, because `Lookahead.target` never excee
 """
 import math
 
-from vllm_pd.v0.dp.core import Lookahead
+from vllm_pd.dp.core import Lookahead
 
 MESSAGE_S = 60e-6  # CPU time of one message, for its sender, its receiver and their interpreters
 _GAIN = 0.125  # weight of a new sample
