@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which utility calls an engine keeps until all ranks make them, and what becomes of them."""
+import functools
 import queue
 import signal
 import time
@@ -10,14 +11,15 @@ import pytest
 from msgspec.structs import replace
 
 from tests.waiting import wait_for
+from vllm_pd.dp import utility
 from vllm_pd.dp.calls import CallAction, CallState
 from vllm_pd.dp.core import Participant
+from vllm_pd.dp.forwards import Forwards
 from vllm_pd.dp.interface import CallOutcome, GroupFailed, StepDecision
+from vllm_pd.dp.utility import UtilityCalls, kind_of, name_of
 from vllm_pd.errors import ConfigError
 from vllm_pd.v0.dp import engine as engine_module
-from vllm_pd.v0.dp import utility
-from vllm_pd.v0.dp.engine import DpSyncOptions, EngineSync, settings_of
-from vllm_pd.v0.dp.utility import UtilityCalls, kind_of, name_of
+from vllm_pd.v0.dp.engine import DpSyncOptions, EngineSync, common_name, settings_of
 
 
 class Sync:
@@ -42,14 +44,15 @@ def sync():
 
 
 @pytest.fixture
-def make(sync, monkeypatch):
+def make(sync):
     """Makes UtilityCalls; `done` has what they made, and what failed."""
     shared = []
-    monkeypatch.setattr(UtilityCalls, "_fail", lambda self, request, why: self.done.append(("failed", request)))
 
     def calls(wait_s=60.0, wake=lambda: None, member=sync, numbered=False):
-        one = UtilityCalls(None, member, wait_s, wake, numbered)
-        one.done = done = [] if member is not sync else shared
+        done = [] if member is not sync else shared
+        one = UtilityCalls(member, wait_s, wake, functools.partial(common_name, numbered=numbered),
+                           lambda request, why: done.append(("failed", request)))
+        one.done = done
         one.turn = lambda: one.carry_out(lambda request: done.append(("made", request)))
         return one
 
@@ -277,14 +280,19 @@ class Lingering:
         self.ending = True
 
 
+def join(sync, member):
+    """`EngineSync.join`, with this member of a group."""
+    sync._member, sync._forwards = member, Forwards(member)
+    sync.calls = UtilityCalls(member, 60.0, sync._wake, functools.partial(common_name, numbered=False), sync._fail)
+
+
 @pytest.fixture
 def leaving(monkeypatch):
     """An EngineSync that is leaving, behind a queue."""
     monkeypatch.setattr(engine_module, "LINGER_POLL_S", 0.02)
     sync = EngineSync(SimpleNamespace(input_queue=queue.Queue(), scheduler=SimpleNamespace(requests={}),
                                       batch_queue=None, abort_requests=lambda requests: None))  # fmt: skip
-    sync._member = Lingering()
-    sync.calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    join(sync, Lingering())
     sync._may_linger, sync._linger_s = True, 0.4
     assert sync.leave(signal.SIGTERM)
     return sync
@@ -317,9 +325,10 @@ def test_an_engine_that_leaves_drops_its_requests_at_once(leaving):
 def test_forwards_of_an_executor_that_was_shut_down_are_not_waited_for(leaving):
     cancelled = Future()
     cancelled.cancel()
-    leaving._unfinished.append(cancelled)
-    leaving._end_forwards()
-    assert not leaving._unfinished
+    leaving._budget_tokens = 512
+    leaving.forward(lambda: cancelled)
+    leaving._forwards.wait()
+    assert not leaving._in_flight
 
 
 def test_an_engine_that_leaves_sleeps_until_it_has_something_to_do(leaving):
@@ -428,9 +437,9 @@ def test_no_dummy_runs_while_a_pipeline_has_forwards_of_the_ranks_own():
     """It would be run instead of the work that these are about to give. The next step looks again."""
     batches, dummies = queue.Queue(), []
     sync = EngineSync(SimpleNamespace(batch_queue=batches, scheduler=SimpleNamespace(requests={})))
-    sync._member, sync._budget_tokens = Lingering(), 512
+    join(sync, Lingering())
+    sync._budget_tokens = 512
     sync._member.before_step = lambda *_: StepDecision.DUMMY
-    sync.calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
     batches.put("a batch")
     sync.make_calls(None)
     batches.get()  # the step takes its answer
@@ -445,8 +454,8 @@ def test_the_last_forwards_of_a_pipeline_are_ended_before_the_loop_may_block():
     """Else the group would look busy, and after stall_s stuck."""
     batches = queue.Queue()
     sync = EngineSync(SimpleNamespace(batch_queue=batches, scheduler=SimpleNamespace(requests={})))
-    sync._member, sync._budget_tokens = Lingering(), 512
-    sync.calls = UtilityCalls(sync._engine, sync._member, 60.0, sync._wake)
+    join(sync, Lingering())
+    sync._budget_tokens = 512
     assert not sync.due
     forward = Future()
     batches.put(sync.forward(lambda: forward))

@@ -17,22 +17,22 @@ fails for the ranks that have not left.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_pd import dp
+from vllm_pd.dp.forwards import Forwards
 from vllm_pd.dp.interface import GroupFailed, StepDecision, SyncSettings
+from vllm_pd.dp.utility import UtilityCalls, UtilityRequest, kind_of, name_of
 from vllm_pd.errors import ConfigError
-from vllm_pd.v0.dp.utility import UtilityCalls, UtilityRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of DpSyncOptions
 TOGETHER_S = 30.0  # `call_wait_s` where one front end calls all ranks
+# The methods that reach the workers and may run collectives there, or change what a forward pass uses.
+TOGETHER = frozenset({"collective_rpc", "execute_dummy_batch", "sleep", "wake_up"})
+RANK_BITS = 16  # the low bits of a call's number, which differ by rank; the high bits are the same on all ranks
 LINGER_POLL_S = 0.5  # how often, at most, a rank that has left checks whether it has waited long enough
 REST_POLL_S = 0.05  # how often a rank at rest polls for the end of KV transfers, which wake nobody
 
@@ -104,6 +107,18 @@ def most_steps(scheduler: Scheduler, budget_tokens: int) -> int:
                 for request in scheduler.requests.values()), default=1)  # fmt: skip
 
 
+def common_name(request: UtilityRequest, numbered: bool) -> int:
+    """By what name all ranks know this call; 0: each makes it alone.
+
+    `numbered`: a front end that calls all ranks gives these calls one number (RANK_BITS), which is part of the name. So
+    a rank that was away while the others gave a call up does not mistake it for the next one, and a call to a single
+    rank matches no call of another rank."""
+    client, number, method, args = request
+    if method not in TOGETHER:
+        return 0
+    return name_of(kind_of(client, method, args), number >> RANK_BITS if numbered else 0)
+
+
 class EngineSync:
     """Counts this engine's forward passes and keeps their number equal to the other ranks'. `calls`, after `join`: the
     utility calls that wait."""
@@ -117,7 +132,6 @@ class EngineSync:
         self._wake_up = (EngineCoreRequestType.DP_STEP, b"")
         self._most = 0  # the value of most_steps, reduced by 1 at each step
         self._seen: tuple[int, str] | None = None  # the requests for which _most was computed: count, last id
-        self._unfinished: deque[Future] = deque()  # forward passes in flight in a pipeline
         self._had_batches = False  # whether the pipeline had batches before this step
         self._may_linger = False
         self._leaving = self._left = False
@@ -145,8 +159,9 @@ class EngineSync:
             parallel.data_parallel_rank, parallel.data_parallel_size, parallel.data_parallel_master_ip, wake=self._wake,
             exchange=dp.over(self._engine.dp_group), abort=self._abort,
             settings=sync_settings, shared_memory=settings.shared_memory)  # fmt: skip
-        self.calls = UtilityCalls(self._engine, self._member, sync_settings.call_wait_s, self._wake,
-                                   numbered=one_front_end)
+        self._forwards = Forwards(self._member)
+        self.calls = UtilityCalls(self._member, sync_settings.call_wait_s, self._wake,
+                                  functools.partial(common_name, numbered=one_front_end), self._fail)
         return self
 
     @property
@@ -192,7 +207,7 @@ class EngineSync:
         return batches is not None and not batches.empty()
 
     def _rest(self) -> None:
-        self._end_forwards()  # before the loop may block, it must read the other ranks' state after its last forward
+        self._forwards.wait()  # before the loop may block, it must read the other ranks' state after its last forward
         scheduler = self._engine.scheduler
         if self._budget is None:
             self._budget, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 0
@@ -212,18 +227,11 @@ class EngineSync:
     @property
     def _in_flight(self) -> bool:
         """Whether a pipeline has forward passes in flight. The loop may block only after their end."""
-        return bool(self._unfinished) or self._has_batches
+        return bool(self._forwards) or self._has_batches
 
     def forward(self, run: Callable, *args: Any) -> Any:
         """Run a forward pass of this rank's own: `run(*args)`. Returns its result."""
-        self._member.before_step(True, self._most_steps())
-        result = run(*args)
-        if isinstance(result, Future):
-            self._unfinished.append(result)
-            self._count_ended()
-        else:
-            self._member.after_step()
-        return result
+        return self._forwards.run(self._most_steps(), run, *args)
 
     def keep_up(self, dummy: Callable[[], Any]) -> None:
         """In a step without a forward pass: run `dummy` if the other ranks wait for one. Not while a pipeline has
@@ -245,7 +253,7 @@ class EngineSync:
 
     def _keep_up(self, dummy: Callable[[], Any]) -> None:
         """See `keep_up`. Here GroupFailed is raised also where this rank has left the group."""
-        self._count_ended()
+        self._forwards.count_ended()
         if self._leaving:
             self._go_on_leaving()
         if self._had_batches:
@@ -280,21 +288,14 @@ class EngineSync:
 
     def _make(self, make: Callable[[Any, UtilityRequest], None], request: UtilityRequest) -> None:
         from vllm.v1.engine import EngineCoreRequestType
-        self._end_forwards()
+        self._forwards.wait()
         make(EngineCoreRequestType.UTILITY, request)
 
-    def _end_forwards(self) -> None:
-        """Wait for the forward passes in flight in a pipeline. All ranks have agreed to run them, so they end."""
-        for future in self._unfinished:
-            with contextlib.suppress(CancelledError):  # the executor was shut down; futures.wait would not return
-                future.exception()
-        self._count_ended()
-
-    def _count_ended(self) -> None:
-        """Report each forward pass that has ended to the group, in the order in which they were begun."""
-        while self._unfinished and self._unfinished[0].done():
-            self._unfinished.popleft()
-            self._member.after_step()
+    def _fail(self, request: UtilityRequest, failure: str) -> None:
+        from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+        client, call_id, method, _ = request
+        output = UtilityOutput(call_id, failure_message=f"Call to {method} method failed: {failure}")
+        self._engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
 
     def _most_steps(self) -> int:
         requests = self._engine.scheduler.requests

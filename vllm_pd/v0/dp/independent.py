@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_pd.dp.utility import UtilityRequest
 from vllm_pd.v0.dp.engine import EngineSync, settings_of
 from vllm_pd.v0.dp.experts import any_experts
-from vllm_pd.v0.dp.utility import UtilityRequest
 
 
 def lockstep(config: Any) -> bool:

@@ -2,10 +2,9 @@
 """The utility calls of one engine that wait until all ranks make them, between the same two forward passes.
 
 A call is kept here until the step sync decides that all ranks make it now, or that none does. The engine keeps running
-meanwhile. Ranks identify a call by its front end and its kind. A front end that calls all ranks numbers these calls,
-and the number is part of the name. So a rank that was away while the others gave a call up does not mistake it for the
-next one, and a call to a single rank matches no call of another rank. Ranks that have a front end each share no such
-number, because one rank may have received more calls. They match the oldest calls of the same name.
+meanwhile. Ranks identify a call by its name, which the engine gives: of its front end, its kind, and what else tells it
+apart from the next one of that kind. If a name does not (ranks that have a front end each may have received different
+numbers of calls), they match the oldest calls of the same name.
 
 Calls of several front ends may arrive in any order. Rank 0 proposes them. If not all ranks have received one, it lets
 the calls of other front ends go first. A call that arrives behind a waiting call of the same front end stays behind it.
@@ -18,18 +17,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_pd.dp.calls import NAME_BITS
 from vllm_pd.dp.interface import CallOutcome, GroupMember
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.core import DPEngineCoreProc
-
-# The methods that reach the workers and may run collectives there, or change what a forward pass uses.
-TOGETHER = frozenset({"collective_rpc", "execute_dummy_batch", "sleep", "wake_up"})
 MOST_WAITING = 1000
-RANK_BITS = 16  # the low bits of a call's number, which differ by rank; the high bits are the same on all ranks
 ALARM_SLACK_S = 0.01  # so that a call is certainly overdue when its alarm wakes the loop
 
 # The number of the front end, the number of the call, the method of EngineCore, its arguments.
@@ -41,7 +34,7 @@ class _HeldCall(NamedTuple):
     request: UtilityRequest
     name: int  # 0: it waits only for the calls of its front end before it
     until_s: float  # when to give it up, on the monotonic clock
-    alarm: threading.Timer | None
+    alarm: threading.Timer | None  # None: it is never given up
     synced: bool = False  # whether the step sync holds it too
 
 
@@ -60,17 +53,17 @@ def name_of(kind: str, number: int = 0) -> int:
 class UtilityCalls:
     """The calls that wait, oldest first. For the engine loop's thread only.
 
-    `wait_s` is `SyncSettings.call_wait_s`. `wake` makes the engine loop check again. `numbered`: each front end calls
-    all ranks and numbers these calls (see RANK_BITS).
+    `wait_s` is `SyncSettings.call_wait_s`. `wake` makes the engine loop check again. `name`: by what name all ranks
+    know a call; 0 for one that each makes alone. `fail`: answer a call that no rank makes with this text.
     """
 
-    def __init__(self, engine: DPEngineCoreProc, member: GroupMember, wait_s: float, wake: Callable[[], None],
-                 numbered: bool = False) -> None:
-        self._engine = engine
+    def __init__(self, member: GroupMember, wait_s: float, wake: Callable[[], None],
+                 name: Callable[[UtilityRequest], int], fail: Callable[[UtilityRequest, str], None]) -> None:
         self._member = member
         self.wait_s = wait_s
         self._wake = wake
-        self._numbered = numbered
+        self._name = name
+        self._fail = fail
         self._held: list[_HeldCall] = []
 
     def __bool__(self) -> bool:
@@ -84,15 +77,14 @@ class UtilityCalls:
     def hold(self, request: UtilityRequest) -> bool:
         """Take a call that must wait. Returns whether it was taken: it is kept then, or fails at once if MOST_WAITING
         calls wait already."""
-        client, number, method, args = request
-        together = self.wait_s > 0 and method in TOGETHER
-        if not together and all(held.request[0] != client for held in self._held):
+        client, _, method, _ = request
+        name = self._name(request) if self.wait_s > 0 else 0
+        if not name and all(held.request[0] != client for held in self._held):
             return False
-        name = name_of(kind_of(client, method, args), number >> RANK_BITS if self._numbered else 0) if together else 0
         if len(self._held) >= MOST_WAITING:
             self._fail(request, f"this rank did not make {method}: {MOST_WAITING} calls already wait for other ranks")
             return True
-        if not together:
+        if not name:
             self._held.append(_HeldCall(request, 0, math.inf, None))
             return True
         alarm = threading.Timer(self.wait_s + ALARM_SLACK_S, self._wake)
@@ -100,6 +92,19 @@ class UtilityCalls:
         self._held.append(_HeldCall(request, name, time.monotonic() + self.wait_s, alarm))
         self._sync()
         alarm.start()
+        return True
+
+    def hold_until_all(self, request: UtilityRequest, name: int) -> None:
+        """Keep a call of this engine's own, which no front end waits for behind others, until all ranks make it."""
+        self._held.append(_HeldCall(request, name, math.inf, None))
+        self._sync()
+
+    def withdraw(self, request: UtilityRequest) -> bool:
+        """Stop keeping a call of `hold_until_all`, so that no rank makes it. False: other ranks may be about to."""
+        held = next((held for held in self._held if held.request is request), None)
+        if held is None or held.synced and not self._member.give_up(held.name):
+            return False
+        self._taken(held)
         return True
 
     def carry_out(self, make: Callable[[UtilityRequest], None]) -> None:
@@ -116,7 +121,7 @@ class UtilityCalls:
 
     def expire(self) -> None:
         """Make all waiting calls overdue."""
-        self._held = [held._replace(until_s=0.0) if held.name else held for held in self._held]
+        self._held = [held._replace(until_s=0.0) if held.alarm else held for held in self._held]
 
     def _end_overdue(self, make: Callable[[UtilityRequest], None]) -> None:
         now = time.monotonic()
@@ -129,14 +134,15 @@ class UtilityCalls:
 
     def _restore_overdue(self, name: int) -> None:
         """Rank 0 has decided about a call of that name: calls of that name that were overdue are overdue again."""
-        self._held = [one._replace(until_s=0.0) if one.name == name and one.until_s == math.inf else one
+        self._held = [one._replace(until_s=0.0) if one.name == name and one.until_s == math.inf and one.alarm else one
                       for one in self._held]
 
     def _oldest(self, name: int) -> _HeldCall:
         return next(held for held in self._held if held.name == name)
 
     def _taken(self, held: _HeldCall) -> _HeldCall:
-        held.alarm.cancel()
+        if held.alarm is not None:
+            held.alarm.cancel()
         self._held.remove(held)
         self._sync()
         return held
@@ -165,11 +171,5 @@ class UtilityCalls:
     def _give_up(self, held: _HeldCall) -> None:
         self._fail(held.request, f"{held.request[2]} was made by no rank: not all data-parallel ranks received it "
                                  f"within {self.wait_s:g} s. Call it on every rank at the same time, allow more time "
-                                 f"with dp_sync.call_wait_s in additional_config, or set that to 0, so that each rank "
-                                 f"makes its calls at once and alone")
-
-    def _fail(self, request: UtilityRequest, failure: str) -> None:
-        from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
-        client, call_id, method, _ = request
-        output = UtilityOutput(call_id, failure_message=f"Call to {method} method failed: {failure}")
-        self._engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
+                                 f"with call_wait_s, or set that to 0, so that each rank makes its calls at once and "
+                                 f"alone")
