@@ -407,7 +407,7 @@ def test_while_ranks_come_to_rest_for_a_call_steps_have_no_tokens_but_still_give
     made = []
     sync = EngineSync(SimpleNamespace(batch_queue=queue.Queue(), scheduler=Scheduler(),
                                       input_queue=SimpleNamespace(put_nowait=waked.append)))  # fmt: skip
-    sync._member = Lingering()
+    join(sync, Lingering())
     sync.calls = make(member=Rank(group))
     Rank(group)
     engine, calls = sync._engine, sync.calls
