@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _Message = TypeVar("_Message", bound=msgspec.Struct)
 
+DP_SYNC = "additional_config.dp_sync"
 _ORDERED_CPU = "x86_64"  # every process sees another's stores, and does its own loads, in the order of the program
 
 
@@ -33,6 +34,7 @@ class _RankOffer(msgspec.Struct, frozen=True, array_like=True):
     machine: str
     pid: int
     folder: str
+    release: str  # of this package
 
 
 class _SharingVote(msgspec.Struct, frozen=True, array_like=True):
@@ -47,26 +49,28 @@ class _CoordinatorAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 def join(rank: int, size: int, host: str, *, wake: Wake, exchange: Exchange, abort: Abort = end_process,
-         settings: SyncSettings | None = None, shared_memory: bool = True) -> GroupMember:
+         settings: SyncSettings | None = None, shared_memory: bool = True, named: str = DP_SYNC,
+         release: str = "") -> GroupMember:
     """Join the group of `size` ranks as `rank`. Blocks until all ranks are there. Raises GroupFailed, ConfigError.
 
     For the other parameters see vllm_pd.dp. If `shared_memory` is false on any rank, all ranks use the network.
+    `named`: where the user has written the settings. `release`: of this package, which must be the same on all ranks.
     """
     shared_memory = shared_memory and os.uname().machine == _ORDERED_CPU
-    settings = check(settings or SyncSettings())
+    settings = check(settings or SyncSettings(), named)
     if not 0 <= rank < size:
         raise ConfigError("data_parallel_rank", rank, f"it must be at least 0 and less than data_parallel_size={size}")
-    member = _share(rank, size, exchange, settings, wake, abort, shared_memory)
+    member = _share(rank, size, exchange, settings, wake, abort, shared_memory, named, release)
     return member or _connect(rank, size, host, exchange, settings, wake, abort)
 
 
-def check(settings: SyncSettings) -> SyncSettings:
+def check(settings: SyncSettings, named: str = DP_SYNC) -> SyncSettings:
     """Return the settings if their values are usable. Raises ConfigError."""
     if settings.horizon < 1:
-        raise ConfigError("horizon", settings.horizon, "ranks agree on the next step at least, so use 1 or more")
+        raise ConfigError(f"{named}.horizon", settings.horizon, "use 1 or more: ranks agree on the next step at least")
     for key in ("timeout_s", "stall_s", "join_s", "grace_s"):
         if not 0 < getattr(settings, key) <= 86400:
-            raise ConfigError(key, getattr(settings, key), "use more than 0 and at most 86400 seconds")
+            raise ConfigError(f"{named}.{key}", getattr(settings, key), "use more than 0 and at most 86400 seconds")
     return settings
 
 
@@ -86,25 +90,29 @@ def over(group: "ProcessGroup") -> Exchange:
     return exchange
 
 
-def _require_equal(ours: SyncSettings, theirs: SyncSettings, peer: int) -> None:
-    """Raises ConfigError if rank `peer` has other settings."""
+def _require_equal(ours: _RankOffer, theirs: _RankOffer, peer: int, named: str) -> None:
+    """Raises ConfigError if rank `peer` has other settings, or another release."""
+    if ours.release != theirs.release:
+        raise ConfigError("vllm-pd", ours.release, f"rank {peer} has {theirs.release}: install one release everywhere")
     for key in SyncSettings.__struct_fields__:
-        mine, other = getattr(ours, key), getattr(theirs, key)
+        mine, other = getattr(ours.settings, key), getattr(theirs.settings, key)
         if mine != other:
-            raise ConfigError(f"additional_config.dp_sync.{key}", mine,
+            raise ConfigError(f"{named}.{key}", mine,
                               f"rank {peer} has {key}={other!r}; start all ranks with the same")
 
 
 def _share(rank: int, size: int, exchange: Exchange, settings: SyncSettings, wake: Wake, abort: Abort,
-           wanted: bool) -> ShmMember | None:
-    """A member over shared memory. None if not all ranks can use it, or if it is not `wanted`."""
+           wanted: bool, named: str, release: str) -> ShmMember | None:
+    """A member over shared memory. None if not all ranks can use it, or if it is not `wanted`. For the other parameters
+    see `join`."""
     folder = _folder(size) if rank == 0 and wanted else ""
     page, pidfds = None, {}
     try:
         machine = (host_id() if wanted else "") or f"network only {rank}"
-        offers = _gather(exchange, _RankOffer(settings, machine, os.getpid(), folder))
+        mine = _RankOffer(settings, machine, os.getpid(), folder, release)
+        offers = _gather(exchange, mine)
         for peer, offer in enumerate(offers):
-            _require_equal(settings, offer.settings, peer)
+            _require_equal(mine, offer, peer, named)
         if offers[0].folder and len({offer.machine for offer in offers}) == 1:
             page, pidfds = _open(offers, rank)
         unanimous = all(vote.shared for vote in _gather(exchange, _SharingVote(page is not None)))

@@ -35,6 +35,7 @@ class _HeldCall(NamedTuple):
     name: int  # 0: it waits only for the calls of its front end before it
     until_s: float  # when to give it up, on the monotonic clock
     alarm: threading.Timer | None  # None: it is never given up
+    wait_s: float = math.inf
     synced: bool = False  # whether the step sync holds it too
 
 
@@ -74,11 +75,12 @@ class UtilityCalls:
         """Whether a call has waited for too long, so that `carry_out` must give it up."""
         return any(held.until_s <= time.monotonic() for held in self._held)
 
-    def hold(self, request: UtilityRequest) -> bool:
+    def hold(self, request: UtilityRequest, wait_s: float | None = None) -> bool:
         """Take a call that must wait. Returns whether it was taken: it is kept then, or fails at once if MOST_WAITING
-        calls wait already."""
+        calls wait already. `wait_s`: in the place of the other calls' one."""
         client, _, method, _ = request
-        name = self._name(request) if self.wait_s > 0 else 0
+        wait_s = self.wait_s if wait_s is None else wait_s
+        name = self._name(request) if wait_s > 0 else 0
         if not name and all(held.request[0] != client for held in self._held):
             return False
         if len(self._held) >= MOST_WAITING:
@@ -87,9 +89,9 @@ class UtilityCalls:
         if not name:
             self._held.append(_HeldCall(request, 0, math.inf, None))
             return True
-        alarm = threading.Timer(self.wait_s + ALARM_SLACK_S, self._wake)
+        alarm = threading.Timer(wait_s + ALARM_SLACK_S, self._wake)
         alarm.daemon = True
-        self._held.append(_HeldCall(request, name, time.monotonic() + self.wait_s, alarm))
+        self._held.append(_HeldCall(request, name, time.monotonic() + wait_s, alarm, wait_s))
         self._sync()
         alarm.start()
         return True
@@ -170,6 +172,6 @@ class UtilityCalls:
 
     def _give_up(self, held: _HeldCall) -> None:
         self._fail(held.request, f"{held.request[2]} was made by no rank: not all data-parallel ranks received it "
-                                 f"within {self.wait_s:g} s. Call it on every rank at the same time, allow more time "
+                                 f"within {held.wait_s:g} s. Call it on every rank at the same time, allow more time "
                                  f"with call_wait_s, or set that to 0, so that each rank makes its calls at once and "
                                  f"alone")

@@ -53,9 +53,9 @@ def hybrid_flag() -> bool | None:
     return values[-1] if values else None
 
 
-def is_named(connector: str) -> bool:
-    """Whether this process's command line names this connector."""
-    return any(re.search(rf"\b{connector}\b", one) for one in sys.argv)
+def is_named(word: str) -> bool:
+    """Whether this process's command line has this word, as the name of a connector or of a setting."""
+    return any(re.search(rf"\b{word}\b", one) for one in sys.argv)
 
 
 def _refusal(connector: str, size: object) -> ConfigError:

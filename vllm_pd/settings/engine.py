@@ -177,6 +177,9 @@ class PDConfig:
     store: StoreSettings | None = _key(
         None, "The KV store that the engines of this host share, as an object of its own keys. What is there counts as "
         "a prefix hit.")
+    step_sync: bool = _key(
+        False, "Whether the data-parallel ranks of a model with experts agree on their forward passes among "
+        "themselves, in the place of vLLM's waves: the same on all ranks. On V1.")
     drain_timeout_s: float = _key(
         30.0, "How long a server may go on after the signal to stop with what is open, before that is ended.", least=0,
         most=86400)

@@ -50,6 +50,8 @@ def claim(engine_args: EngineArgs) -> None:
     if config.fallback != FallbackRule.LOCAL:
         raise ConfigError("fallback", config.fallback, f"write {FallbackRule.LOCAL}, or use V1: engines of V0 prefill "
                           "each prompt that can't be prefilled remotely")
+    if config.step_sync:
+        raise ConfigError("step_sync", True, "leave it out, or use V1: engines of V0 have no data-parallel ranks")
     _check_arguments(engine_args)
     require_free_bind(config)
     selection.select(CONNECTOR)

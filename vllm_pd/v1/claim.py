@@ -42,6 +42,7 @@ from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.v1.beside import config as beside
 from vllm_pd.v1.events import check_ports
+from vllm_pd.v1.lockstep.mark import claim_step_sync
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
 
@@ -87,6 +88,7 @@ def _claiming(check: Callable[[VllmConfig], None]) -> Callable[[VllmConfig], Non
         check_offloading(config)
         if config.kv_transfer_config is not None and config.kv_transfer_config.has_connector(CONNECTOR):
             claim(config)
+        claim_step_sync(config)
 
     verify_kv_transfer_compat.vllm_pd = True
     return verify_kv_transfer_compat
@@ -114,6 +116,7 @@ def claim(config: VllmConfig) -> None:
         config.kv_transfer_config = dataclasses.replace(
             transfer, kv_role="kv_both", kv_connector_extra_config=transfer.kv_connector_extra_config | own,
             kv_connector_module_path=module, kv_load_failure_policy="recompute")
+        claim_step_sync(config, ours.step_sync)
         if ours.store is not None:
             check_shared_store(config)
         if config.parallel_config._api_process_count > 1 and not config.shutdown_timeout:

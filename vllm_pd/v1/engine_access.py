@@ -20,6 +20,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdown
 from vllm.v1.request import RequestStatus
 
 from vllm_pd.v1.held_sampling import spare_sampling
+from vllm_pd.v1.lockstep.core import StepSyncCore
 
 try:
     from vllm.utils.watch_dog import get_watch_dog  # of 0.33
@@ -82,7 +83,8 @@ class EngineAccess:
         self._woken = threading.Event()
         self._timer: threading.Timer | None = None
         self._due: float | None = None
-        if isinstance(engine, DPEngineCoreProc):
+        self._has_waves = isinstance(engine, DPEngineCoreProc) and not isinstance(engine, StepSyncCore)
+        if self._has_waves:
             engine.execute_dummy_batch = functools.partial(self._run_dummy, engine.execute_dummy_batch)
 
     def wake(self) -> None:
@@ -145,7 +147,8 @@ class EngineAccess:
 
     def start_wave(self) -> None:
         """A step is about to run that the other ranks of a lockstep group do not know of, or one that they have begun
-        is to be joined: start a wave, as the engine does for a late request. No effect in any other engine."""
+        is to be joined: start a wave, as the engine does for a late request. No effect in any other engine, nor where
+        the group counts its steps."""
         engine: Any = self._engine
         if self._group_rests:
             engine.engines_running = True
@@ -169,7 +172,7 @@ class EngineAccess:
     @property
     def _group_rests(self) -> bool:
         engine = self._engine
-        return isinstance(engine, DPEngineCoreProc) and engine.has_coordinator and not engine.engines_running
+        return self._has_waves and engine.has_coordinator and not engine.engines_running
 
     def _run_dummy(self, run: Callable[[], None]) -> None:
         """The loop makes a dummy forward pass, after a step without tokens. If an update came during that step, the

@@ -3,7 +3,8 @@
 
 It registers our connectors' names and nothing else. No class of vLLM is changed and no thread is started before a
 configuration names PDConnector; vLLM then imports `vllm_pd.v1.activate`. It would not in time where the command line
-has a flag for the hybrid KV cache manager; there the plugin does.
+has a flag for the hybrid KV cache manager; there the plugin does. It also imports what the step sync needs where the
+command line asks for that.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from vllm_pd.model.installation import check_installation
 from vllm_pd.model.offloading import check_command_line, hybrid_flag, is_named
 
 CONNECTOR = "PDConnector"
+STEP_SYNC = "vllm_pd_step_sync"  # in additional_config
 MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.v1.store.activate"}
 
 
@@ -27,3 +29,5 @@ def register() -> None:
             KVConnectorFactory.register_connector(name, module, name)
     if hybrid_flag() is not None and is_named(CONNECTOR):
         importlib.import_module(MODULES[CONNECTOR])
+    if is_named(STEP_SYNC):
+        importlib.import_module("vllm_pd.v1.lockstep.activate")

@@ -104,7 +104,7 @@ class HandoverScheduling(Scheduler):
         config = self.scheduler_config
         before = (self.max_num_scheduled_tokens, config.long_prefill_token_threshold,
                   self.adaptive_long_prefill_threshold)
-        self.max_num_scheduled_tokens = share.tokens
+        self.max_num_scheduled_tokens = min(share.tokens, before[0])  # 0 while a group comes to rest
         if share.of_each:
             config.long_prefill_token_threshold = min(share.of_each, before[1] or share.of_each)
             self.adaptive_long_prefill_threshold = False

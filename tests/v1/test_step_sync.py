@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""V1's engine loop with the step sync in the place of waves (B70, B94): two to four real loops, whose forward passes
+wait for each other, with prompts that peers prefill, calls, pauses, and ends."""
+import random
+import threading
+import time
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType
+
+from tests.v1 import step_sync_group
+from tests.v1.step_sync_group import CountedGroup
+from tests.v1.test_hazards import prompt
+from vllm_pd.dp.interface import StepDecision
+from vllm_pd.protocol.actions import Released
+from vllm_pd.protocol.messages import Attempt
+from vllm_pd.v1.lockstep.options import StepSyncOptions
+
+QUIET_S = 0.1
+IN_FLIGHT = pytest.mark.parametrize("in_flight", [1, 2], ids=["sync", "async"])
+
+
+@pytest.fixture
+def make(model_folder):
+    groups = []
+
+    def group(ranks: int = 2, options: StepSyncOptions | None = None, **settings) -> CountedGroup:
+        groups.append(CountedGroup(model_folder, ranks, options, **settings))
+        return groups[-1]
+
+    yield group
+    for one in groups:
+        one.close()
+
+
+def check(group: CountedGroup) -> None:
+    """All answers are right, nothing is held, no rank makes a step any more, and nobody spoke of waves."""
+    group.wait(group.rests)
+    before = group.forwards()
+    time.sleep(QUIET_S)
+    group.follow()
+    assert group.forwards() == before and len(set(before)) == 1
+    for loop in group.ranks:
+        loop.engine.check_answers()
+        assert not [one for one in loop.waves if one.start_wave is not None or one.wave_complete is not None]
+
+
+def park(group: CountedGroup, name: str = "a") -> Attempt:
+    """A prompt at rank 1 goes to a peer."""
+    loop = group.ranks[1]
+    loop.add(name, prompt(100))
+    group.wait(lambda: any(attempt.request_id == name for attempt in list(loop.engine.protocol.jobs)))
+    return loop.engine.attempt(name)
+
+
+def all_ended(group: CountedGroup) -> bool:
+    return all(set(loop.engine.ended) == set(loop.engine.prompts) for loop in group.ranks)
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize("rank", [0, 1])
+def test_b70_a_request_at_one_rank_is_all_that_the_others_need(make, rank, in_flight):
+    """Between bursts the group is at rest. A request that ends by its length leaves no dummy behind."""
+    group = make(threshold=10_000, in_flight=in_flight)
+    busy, idle = group.ranks[rank], group.ranks[1 - rank]
+    for burst in range(3):
+        before = group.forwards()[rank]
+        busy.add(f"r{burst}", prompt(200), 10)  # two steps of the prompt, nine of the other tokens
+        group.wait(lambda name=f"r{burst}": name in busy.engine.ended)
+        check(group)
+        assert group.forwards()[rank] == before + 11
+    assert idle.executor.dummies == group.forwards()[0] and not busy.executor.dummies
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 2), (2, 4)])
+def test_b70_requests_at_all_ranks_at_any_time(make, seed, ranks, in_flight):
+    group, draw = make(ranks, threshold=10_000, in_flight=in_flight), random.Random(seed)
+    for burst in range(4):
+        for number in range(draw.randint(1, 6)):
+            group.ranks[draw.randrange(ranks)].add(f"{burst}-{number}", prompt(draw.randint(1, 300)),
+                                                   draw.randint(1, 12))
+            time.sleep(draw.choice([0, 0, 0.001, 0.01]))
+        group.wait(lambda: all_ended(group))
+        check(group)
+
+
+@IN_FLIGHT
+def test_b94_a_prompt_that_a_peer_prefills_costs_the_group_no_step(make, in_flight):
+    """What the peer says reaches one rank alone. The others learn of it by the step that this one requests."""
+    group = make(in_flight=in_flight)
+    park(group)
+    group.wait(group.rests)
+    before = group.forwards()
+    time.sleep(QUIET_S)
+    assert group.forwards() == before
+    group.ranks[1].engine.prefilled("a")
+    group.wait(lambda: "a" in group.ranks[1].engine.ended)
+    check(group)
+    assert group.forwards()[0] > before[0]
+
+
+def test_b20_b94_a_parked_prompt_is_aborted_at_the_moment_of_its_resume(make):
+    """In both orders, again and again: nothing is held, and no rank waits for a pass that the other does not make."""
+    group = make()
+    loop = group.ranks[1]
+    for number in range(40):
+        name = f"r{number}"
+        attempt = park(group, name)
+        group.wait(group.rests)
+        abort = lambda name=name: loop.core.input_queue.put_nowait((EngineCoreRequestType.ABORT, [name]))
+        if number % 2:
+            abort()
+            loop.engine.tell(Released(attempt))
+        else:
+            loop.engine.prefilled(name)
+            abort()
+        group.wait(lambda name=name: name not in loop.engine.scheduler.requests)
+        loop.engine.ended.setdefault(name, "aborted")
+        group.wait(lambda: not len(loop.engine.binding.fence))
+    check(group)
+    loop.engine.check_at_rest()
+
+
+@IN_FLIGHT
+def test_a_call_of_the_workers_comes_after_the_same_forward_on_all_ranks(make, in_flight):
+    """Its collectives meet those of the other ranks' calls, and no forward pass. It reaches the ranks at any time."""
+    group, draw = make(threshold=10_000, in_flight=in_flight), random.Random(3)
+    for number in range(12):
+        for loop in group.ranks:
+            loop.add(f"{number}", prompt(draw.randint(1, 200)), draw.randint(1, 20))
+        for loop in draw.sample(group.ranks, 2):
+            loop.call(number, "collective_rpc", "meet")
+            time.sleep(draw.choice([0, 0.002]))
+        group.wait(lambda number=number: len(group.answers[number]) == 2)
+        assert group.answers[number] == [None, None]
+    group.wait(lambda: all_ended(group))
+    check(group)
+    assert group.ranks[0].executor.calls == group.ranks[1].executor.calls and group.ranks[0].executor.calls
+
+
+def test_a_call_that_one_rank_never_gets_fails_by_its_deadline_and_nothing_else_waits(make):
+    group = make(options=StepSyncOptions(shared_memory=False, call_wait_s=0.3), threshold=10_000)
+    group.ranks[0].call(1, "collective_rpc", "meet")
+    group.ranks[1].add("a", prompt(50))
+    group.wait(lambda: "a" in group.ranks[1].engine.ended and len(group.answers[1]) == 1)
+    assert "was made by no rank" in group.answers[1][0]
+    check(group)
+
+
+def test_calls_of_one_kind_with_other_arguments_are_not_taken_for_each_other(make):
+    """A rank that was away while the others gave one up must not make it together with the next one."""
+    group = make(options=StepSyncOptions(shared_memory=False, call_wait_s=0.5))
+    group.ranks[0].call(1, "collective_rpc", "meet", None, (1, ))
+    group.ranks[1].call(2, "collective_rpc", "meet", None, (2, ))
+    group.wait(lambda: len(group.answers[1]) == len(group.answers[2]) == 1)
+    assert all("was made by no rank" in group.answers[number][0] for number in (1, 2))
+    assert not group.ranks[0].executor.calls and not group.ranks[1].executor.calls
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_is_complete_when_all_ranks_have_come_to_it(make, mode, in_flight):
+    """Then no rank makes a forward pass until all are resumed, which they are after the same one."""
+    group = make(threshold=10_000, in_flight=in_flight)
+    for loop in group.ranks:
+        loop.add("a", prompt(100), 300)
+    group.wait(lambda: min(group.forwards()) > 3)
+    group.ranks[0].call(1, "pause_scheduler", mode, False)
+    time.sleep(0.02)
+    assert group.answers[1] == []
+    group.ranks[1].call(1, "pause_scheduler", mode, False)
+    group.wait(lambda: len(group.answers[1]) == 2)
+    assert group.answers[1] == [None, None]
+    group.ranks[0].add("b", prompt(60), 5)
+    before = group.forwards()
+    time.sleep(QUIET_S)
+    assert group.forwards() == before and before[0] == before[1]
+    group.ranks[0].call(2, "resume_scheduler")
+    time.sleep(QUIET_S)
+    assert group.forwards() == before, "one rank was resumed alone"
+    group.ranks[1].call(2, "resume_scheduler")
+    group.wait(lambda: len(group.answers[2]) == 2 and "b" in group.ranks[0].engine.ended)
+    if mode == "abort":
+        for loop in group.ranks:
+            assert loop.engine.ended["a"] != "length"
+            del loop.engine.prompts["a"], loop.engine.ended["a"]
+    group.wait(lambda: all_ended(group))
+    check(group)
+
+
+def test_a_pause_of_one_rank_alone_keeps_the_other_serving_and_can_be_taken_back(make):
+    """With a server for each rank. The rank that is paused makes the passes that the other needs."""
+    group = make(threshold=10_000)
+    paused, other = group.ranks
+    paused.call(1, "pause_scheduler", "wait", False)
+    group.wait(lambda: paused.core.scheduler.pause_state is PauseState.PAUSED_NEW)
+    other.add("a", prompt(80), 6)
+    group.wait(lambda: "a" in other.engine.ended)
+    assert group.answers[1] == []
+    group.call(2, "resume_scheduler")
+    group.wait(lambda: len(group.answers[2]) == 2)
+    assert group.answers[2] == [None, None] and "resumed before" in group.answers[1][0]
+    paused.add("b", prompt(80), 6)
+    group.wait(lambda: "b" in paused.engine.ended)
+    check(group)
+
+
+def test_a_rank_that_drains_gets_the_passes_of_those_that_have_no_work(make):
+    """Those stay until all are to end. Without them it would wait for ever."""
+    group = make(threshold=10_000)
+    for loop in group.ranks:
+        loop.core.vllm_config.shutdown_timeout = 30
+    group.ranks[1].add("a", prompt(100), 60)
+    group.wait(lambda: group.forwards()[1] > 3)
+    group.close()
+    group.follow()
+    group.ranks[1].engine.check_answers()
+    assert group.forwards()[0] == group.forwards()[1] >= 60
+
+
+def test_a_rank_that_is_to_end_stays_no_longer_than_it_may(make, monkeypatch):
+    """Where the others go on: their servers have got no signal."""
+    monkeypatch.setattr("vllm_pd.v1.lockstep.sync.LINGER_S", 0.3)
+    group = make(threshold=10_000)
+    leaving, other = group.ranks
+    leaving.core.shutdown_state = step_sync_group.EngineShutdownState.REQUESTED
+    leaving.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+    other.add("a", prompt(100), 3)
+    group.wait(lambda: "a" in other.engine.ended)
+    leaving.thread.join(5.0)
+    assert not leaving.thread.is_alive()
+
+
+def test_b70_a_rank_that_does_not_keep_up_is_found(model_folder, monkeypatch):
+    """The test can fail: a forward pass that the other rank does not make never ends."""
+    group = CountedGroup(model_folder, threshold=10_000)
+    monkeypatch.setattr(step_sync_group, "BARRIER_S", 1.0)
+    idle = group.ranks[1].core.step_sync.member
+    before_step = idle.before_step
+    idle.before_step = lambda has_work, *most: before_step(True, *most) if has_work else StepDecision.IDLE
+    group.ranks[0].add("a", prompt(20))
+    with pytest.raises(AssertionError):
+        group.wait(lambda: "a" in group.ranks[0].engine.ended)
+    assert isinstance(group.ranks[0].error, threading.BrokenBarrierError)
+    for loop in group.ranks:
+        loop.core.step_sync.member.expect_end()
+        loop.core.step_sync.close()
