@@ -2,10 +2,10 @@
 """Both servers have data-parallel ranks, two at P and two at D, each an engine of its own (B1, B20, B21, B25, B43). By
 hand: `heavy`.
 
-Once with a dense model, whose ranks know nothing of each other. Once with one that says that it has experts: then vLLM
-runs the ranks of a server in lockstep, by waves, and each forward pass of one waits for one of the other, a dummy where
-that has nothing to do. vLLM's CPU build has no kernel that sends tokens to experts of other ranks, so the layers are
-those of the dense model all the same.
+Once with a dense model, whose ranks know nothing of each other. Twice with one that says that it has experts: then vLLM
+runs the ranks of a server in lockstep, and each forward pass of one waits for one of the other, a dummy where that has
+nothing to do: once by waves, and once with the step sync (B70). vLLM's CPU build has no kernel that sends tokens to
+experts of other ranks, so the layers are those of the dense model all the same.
 """
 import http.client
 import json
@@ -39,16 +39,17 @@ class Groups(NamedTuple):
     in_lockstep: bool
 
 
-@pytest.fixture(scope="module", params=[(), LOCKSTEP], ids=["independent", "lockstep"])
+@pytest.fixture(scope="module", params=["independent", "waves", "step_sync"])
 def groups(request) -> Iterator[Groups]:
+    in_lockstep = request.param != "independent"
     options = UpOptions(os.environ["VLLM_PD_TINY_MODEL"], 1, 1, port=take_free_run(HOST, 3),
-                        pd={**PD, "lease_s": 3.0, "heartbeat_s": 1.0},
-                        serve_args=[*SERVE_ARGS, "--data-parallel-size", "2", *request.param])
+                        pd={**PD, "lease_s": 3.0, "heartbeat_s": 1.0, "step_sync": request.param == "step_sync"},
+                        serve_args=[*SERVE_ARGS, "--data-parallel-size", "2", *(LOCKSTEP if in_lockstep else ())])
     with Fleet(plan_fleet(options, ()), timeout_s=START_S) as running:
         d, p = running.plan.engines
         wait_for(lambda: [rank["degraded"] for url in (d.url, p.url) for rank in status_of(url)["ranks"]] == [None] * 4,
                  "every rank has a peer", timeout_s=START_S)
-        yield Groups(p.url, d.url, p.port, bool(request.param))
+        yield Groups(p.url, d.url, p.port, in_lockstep)
 
 
 def answer(url: str, tokens: list[int], **headers: str) -> list[int]:

@@ -8,11 +8,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from vllm_pd.errors import ConfigError
 from vllm_pd.v1.lockstep.core import StepSyncCore, adopt
-from vllm_pd.v1.lockstep.options import ADDITIONAL_KEY, STEP_SYNC, StepSyncOptions, check_engine, counts_steps, parse
+from vllm_pd.v1.lockstep.options import (
+    ADDITIONAL_KEY,
+    OPTIONS,
+    STEP_SYNC,
+    StepSyncOptions,
+    check_engine,
+    counts_steps,
+    parse,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,7 +52,7 @@ def claim_step_sync(config: VllmConfig, connector_asks: bool = False) -> None:
         return
     check_engine(config)
     # A copy: the user's may be used for another engine.
-    config.additional_config = written | {ADDITIONAL_KEY: Mark(msgspec.to_builtins(options))}
+    config.additional_config = written | {ADDITIONAL_KEY: Mark({key: getattr(options, key) for key in OPTIONS})}
 
 
 def hook_engines() -> None:

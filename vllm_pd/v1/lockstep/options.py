@@ -41,11 +41,7 @@ class StepSyncOptions(SyncSettings, frozen=True, forbid_unknown_fields=True):
         return SyncSettings(**given | {"call_wait_s": wait_s, "lockstep": True})
 
 
-def read_additional(config: VllmConfig) -> StepSyncOptions | None:
-    """What `additional_config` says; None: nothing, or that it is off. Raises ConfigError."""
-    written = config.additional_config
-    value = written.get(ADDITIONAL_KEY) if isinstance(written, dict) else None
-    return parse(value)
+OPTIONS = tuple(key for key in StepSyncOptions.__struct_fields__ if key != "lockstep")
 
 
 def parse(value: Any) -> StepSyncOptions | None:
@@ -54,7 +50,7 @@ def parse(value: Any) -> StepSyncOptions | None:
         return None
     if value is True:
         return StepSyncOptions()
-    keys = ", ".join(key for key in StepSyncOptions.__struct_fields__ if key != "lockstep")
+    keys = ", ".join(OPTIONS)
     if not isinstance(value, dict):
         raise ConfigError(ADDITIONAL_KEY, value, f"write true, false, or an object with some of {keys}")
     if "lockstep" in value:
