@@ -49,7 +49,8 @@ class Lockstep(NamedTuple):
 def fleet(tmp_path_factory) -> Iterator[Lockstep]:
     folder = tmp_path_factory.mktemp("lockstep")
     plan = plan_lockstep(folder, os.environ["VLLM_PD_TINY_MODEL"], take_free_run(HOST, 3), RANKS,
-                         {**PD, "lease_s": 3.0, "heartbeat_s": 1.0, "step_sync": True}, SERVE_ARGS)
+                         {**PD, "lease_s": 3.0, "heartbeat_s": 1.0, "step_sync": True},
+                         [*SERVE_ARGS, "--api-server-count", "1"])
     with Fleet(plan, timeout_s=START_S) as running:
         d, p = running.plan.engines
         wait_for(lambda: [rank["degraded"] for url in (d.url, p.url) for rank in status_of(url)["ranks"]]

@@ -44,10 +44,11 @@ def plan_lockstep(folder: Path, model: str, port: int, ranks: Ranks, pd: Mapping
     plan = plan_fleet(UpOptions(model, port=port, pd=pd, serve_args=[
         *serve_args, "--hf-overrides", json.dumps(OVERRIDES), "--enable-expert-parallel"]), ())
     path = os.pathsep.join([str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])])
+    sizes = {Role.PREFILL: ranks.prefill, Role.DECODE: ranks.decode}
     return dataclasses.replace(plan, engines=tuple(dataclasses.replace(
-        engine, command=(*engine.command, "--data-parallel-size",
-                         str(ranks.decode if engine.role is Role.DECODE else ranks.prefill)),
-        env={**engine.env, "PYTHONPATH": path, FOLDER_VARIABLE: str(folder / engine.role.value)}) for engine in plan.engines))
+        engine, command=(*engine.command, "--data-parallel-size", str(sizes[engine.role])),
+        env={**engine.env, "PYTHONPATH": path, FOLDER_VARIABLE: str(folder / engine.role.value)})
+        for engine in plan.engines))
 
 
 def count(folder: Path) -> Counted:
