@@ -62,7 +62,7 @@ def _names(tree: ast.Module) -> dict[str, ast.stmt]:
 def _targets(node: ast.AST) -> list[ast.expr]:
     """What a statement assigns to."""
     if isinstance(node, ast.Assign):
-        return node.targets
+        return [one for target in node.targets for one in getattr(target, "elts", [target])]  # those of a tuple, too
     return [node.target] if isinstance(node, ast.AnnAssign) else []
 
 

@@ -23,6 +23,7 @@ _LAYERS = "how layers are grouped, and whether they have one shape"
 _ADAPTER = "which adapter was loaded, with which a job is computed"
 _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
+_STEPS = "replaced by ours where ranks count their steps"
 _STORE = "replaced by ours in PDStoreConnector"
 _BESIDE = "called where OffloadingConnector is beside ours"
 
@@ -118,6 +119,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Request.is_prefill_chunk", "whether a request that fell back is computed"),
         Required("Request.client_index", "our own requests have no client"),
         Required("Request.priority", "a prompt's turn"),
+        Required("Request.num_output_placeholders", "the tokens that steps in flight make"),
         Required("Request.arrival_time", "changes with a request's place in the queue"),
     ),
     "v1/core/block_pool.py": (
@@ -159,12 +161,32 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCore.preprocess_add_request", "makes a request of our own; replaced by ours, which spares the "
                  "sampling of a prompt that is only kept", exactly=("request", )),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),
+        Required("DPEngineCoreProc._init_data_parallel", "a rank joins its group after it", takes=("vllm_config", )),
+        Required("DPEngineCoreProc.dp_store", "through which the ranks of a group meet"),
+        Required("DPEngineCoreProc.dp_rank", "which of them this one is"),
+        Required("DPEngineCoreProc.dp_size", "how many they are"),
+        Required("DPEngineCoreProc.step_counter", _STEPS),
+        Required("DPEngineCoreProc.add_request", _STEPS, takes=("request", "request_wave")),
+        Required("DPEngineCoreProc.resume_scheduler", _STEPS, takes=()),
+        Required("DPEngineCoreProc.reinitialize_distributed", _STEPS),
+        Required("DPEngineCoreProc._pause_complete", _STEPS, takes=()),
+        Required("DPEngineCoreProc._handle_client_request", _STEPS, takes=("request_type", "request")),
+        Required("EngineCoreProc._notify_idle_state_callbacks", _STEPS, takes=()),
+        Required("EngineCoreProc._handle_shutdown", _STEPS, takes=()),
+        Required("EngineCoreProc.has_work", _STEPS, takes=()),
+        Required("DPEngineCoreProc.shutdown", _STEPS, takes=()),
+        Required("EngineCoreProc.publish_dp_lb_stats", "whether one front end calls all ranks"),
+        Required("EngineCoreProc._send_engine_dead", "says that a group has failed", takes=()),
+        Required("EngineShutdownState.SHUTTING_DOWN", "then a rank stays as long as others need it"),
     ),
     "v1/engine/__init__.py": (
         Required("EngineCoreRequest", "a request of our own", takes=(
             "request_id", "prompt_token_ids", "mm_features", "sampling_params", "pooling_params", "arrival_time",
             "lora_request", "cache_salt", "data_parallel_rank", "priority")),
         Required("EngineCoreRequestType.WAKEUP", "wakes the engine"),
+        Required("EngineCoreRequestType.START_DP_WAVE", "nothing where ranks count their steps"),
+        Required("EngineCoreRequestType.UTILITY", "a call that all ranks may have to make together"),
+        Required("UtilityOutput", "the answer of one that none makes", takes=("call_id", "failure_message")),
         Required("EngineCoreOutputs.start_wave", "wakes the other ranks"),
         Required("EngineCoreOutputs.finished_requests", "our own requests are taken out of it"),
     ),
