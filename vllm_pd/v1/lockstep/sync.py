@@ -23,9 +23,9 @@ from vllm_pd.v1.lockstep.store import over_store
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.interface import SchedulerInterface
+    from vllm.v1.engine.core import DPEngineCoreProc
     from vllm.v1.request import Request
 
-    from vllm_pd.v1.lockstep.core import StepSyncCore
     from vllm_pd.v1.lockstep.options import StepSyncOptions
 
 logger = logging.getLogger("vllm.pd")
@@ -70,7 +70,7 @@ def _steps_of(request: Request, budget: int) -> int:
 class StepSync:
     """One rank of a group. `calls`: what waits until all ranks make it. `makes_calls`: it makes some of them now."""
 
-    def __init__(self, engine: StepSyncCore, config: VllmConfig, options: StepSyncOptions) -> None:
+    def __init__(self, engine: DPEngineCoreProc, config: VllmConfig, options: StepSyncOptions) -> None:
         """Join the group. Blocks until all ranks have, within `join_s`. Raises GroupFailed, ConfigError."""
         parallel = config.parallel_config
         self._engine = engine
