@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import psutil
 import pytest
+from _lockstep.fleet import Ranks, plan_lockstep, rest
 
-from scripts.lab._lockstep.fleet import Ranks, plan_lockstep, rest
 from tests.v1.test_serve import END_S, PD, SERVE_ARGS, START_S, prompt, status_of, wait_for
 from tests.v1_engines.test_dp_groups import answer, leave, several
 from vllm_pd.ops.launch.plan import HOST

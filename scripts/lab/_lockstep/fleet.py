@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.lab._lockstep.plugin import FOLDER_VARIABLE, OVERRIDES, Counts, make_plugin, read_counts
+from _lockstep.plugin import FOLDER_VARIABLE, OVERRIDES, Counts, make_plugin, read_counts
 from vllm_pd.ops.launch.plan import FleetPlan, UpOptions, plan_fleet
 from vllm_pd.protocol.messages import Role
 

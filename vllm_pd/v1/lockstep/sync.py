@@ -113,7 +113,7 @@ class StepSync:
         if self.calls:
             self.makes_calls = True
             try:
-                self.calls.carry_out(make)
+                self.calls.carry_out(lambda request: (self._forwards.wait(), make(request)))
             finally:
                 self.makes_calls = False
         self._had_batches = bool(self._engine.batch_queue)
