@@ -80,7 +80,7 @@ class PickerCall:
             assert not answer.request_headers.response.header_mutation.set_headers
         await self.body(data)
         found = destination(await self.read())
-        if mode == Mode.FULL_DUPLEX_STREAMED:
+        if mode in (Mode.FULL_DUPLEX_STREAMED, None):
             back = b""
             while True:
                 chunk = (await self.read()).request_body.response.body_mutation.streamed_response

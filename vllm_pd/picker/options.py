@@ -60,8 +60,8 @@ class PickerOptions(RouterOptions):
     def checked(self) -> "PickerOptions":
         """The settings with defaults filled in and URLs normalised. Raises ConfigError for the first invalid one."""
         if self.order != RequestOrder.DECODE_FIRST:
-            raise ConfigError("--order", self.order, "a picker changes no request and sends none to two engines: leave "
-                              "it out, or use `vllm-pd router`")
+            raise ConfigError("--order", str(self.order), "a picker changes no request and sends none to two engines: "
+                              "leave it out, or use `vllm-pd router`")
         for flag, name, least, most in (("--metrics-port", "metrics_port", 0, 65535),
                                         ("--health-port", "health_port", 0, 65535),
                                         ("--fallbacks", "fallbacks", 0, MAX_FALLBACKS),
