@@ -5,14 +5,18 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
 import pytest
+import yaml
+from typer.main import get_command
 
 if not os.environ.get("CI"):
     pytest.importorskip("grpc_health", reason="the packages of the extra `picker` are not installed")
@@ -20,8 +24,12 @@ if not os.environ.get("CI"):
 from _behind.gateways import FOLDER_VARIABLE
 from _picker.engine import CachingEngine
 from _picker.envoy import HEADER, EnvoyBodyMode, picker_envoy_config, start_envoy_command
+from _picker.replay import ReplaySettings
+from bench_picker import compare
 
 from tests.fakes import certificates
+from vllm_pd.bench.simulation.trace import TraceConfig, make
+from vllm_pd.cli import app
 from vllm_pd.picker.options import PickerOptions
 from vllm_pd.picker.server import PickerServer
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
@@ -30,6 +38,7 @@ from vllm_pd.rpc.ports import is_free, take_free
 
 pytestmark = pytest.mark.skipif(not os.environ.get(FOLDER_VARIABLE) and not os.environ.get("CI"),
                                 reason="no gateways are installed")
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = 16
 QUICK = {"probe_interval_s": 0.3, "probe_timeout_s": 2.0, "probe_backoff_s": (0.05, 0.2), "connect_timeout_s": 0.5,
          "tokenizer": "none", "metrics_port": 0}
@@ -317,3 +326,36 @@ async def test_while_the_picker_is_dead_nothing_passes_and_then_all_does(tmp_pat
             process.kill()
             process.wait()
         await engine.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_it_hits_as_often_as_the_router(tmp_path, mode, seed):
+    """A short run of scripts/lab/bench_picker.py, with caches that are too small for all of it, and by loads too: six
+    requests are open at a time."""
+    trace = make(TraceConfig(seed=seed, conversations=15, system_prompts=4, documents=4, turns=3.0))
+    router, picker = await compare(trace, ReplaySettings(open=6, mode=mode, seed=seed), 3, 400, tmp_path)
+    assert router.failed == picker.failed == 0
+    assert router.requests == picker.requests == len(trace) > 30
+    assert router.prompt_blocks == picker.prompt_blocks
+    assert 0.2 < router.hit_rate < 0.95, "there is something to hit, and something to miss"
+    assert picker.hit_rate == pytest.approx(router.hit_rate, rel=0.01)
+    blind = await compare(trace, ReplaySettings(Policy.ROUND_ROBIN, 6, seed), 3, 400, tmp_path)
+    assert max(figures.hit_rate for figures in blind) < 0.9 * picker.hit_rate, "a choice in turn hits less"
+
+
+def test_the_page_has_the_configurations_that_are_tested():
+    """Without the header of answers by which the tests know the engine."""
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "picker.md").read_text(), re.DOTALL)
+    shown, known, kubernetes = (list(yaml.safe_load_all(block)) for block in blocks)
+    tested = picker_envoy_config(8080, 9002, EnvoyBodyMode.DUPLEX)
+    [listener] = tested["static_resources"]["listeners"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    del manager["route_config"]["virtual_hosts"][0]["response_headers_to_add"]
+    assert shown == [tested]
+    with_engines = picker_envoy_config(8080, 9002, EnvoyBodyMode.DUPLEX, engines=[8000, 8001])
+    assert known == [with_engines["static_resources"]["clusters"][1:]]
+    assert [one["kind"] for one in kubernetes] == ["InferencePool", "Service", "Deployment"]
+    [container] = kubernetes[2]["spec"]["template"]["spec"]["containers"]
+    options = {word for word in container["args"] if word.startswith("--")}
+    assert options <= {name for option in get_command(app).commands["picker"].params for name in option.opts}

@@ -25,13 +25,16 @@ MAX_BODY_BYTES = 64 << 20
 
 class CachingEngine:
     """See the module. `hit_blocks` and `prompt_blocks` are of all completions. `open` is how many it has at present.
-    `token_s`: how long it takes for each token of a stream. Belongs to an event loop."""
+    `token_s`: how long it takes for each token of a stream. With `holds` set, an
+    answer waits until `release` is called for it; the oldest comes first. Belongs to an event loop."""
 
     def __init__(self, block_size: int, pool_blocks: int) -> None:
         self.block_size, self.pool_blocks = block_size, pool_blocks
         self.hit_blocks = self.prompt_blocks = self.requests = self.cancelled = self.open = 0
         self.batches = 0
         self.token_s = 0.0
+        self.holds = False
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
         self._held: collections.OrderedDict[int, int] = collections.OrderedDict()  # hash -> how often it was used
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUB)
@@ -77,6 +80,10 @@ class CachingEngine:
         self._publish([m.AllBlocksCleared()])
         self.hit_blocks = self.prompt_blocks = self.requests = 0
 
+    def release(self) -> None:
+        """Give the answer that has waited longest."""
+        self._waiting.popleft().set_result(None)
+
     def compute(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Count the hits of a prompt, and cache it with its answer, whose last token is never computed."""
         tokens = [*prompt, *answer[:-1]]
@@ -119,6 +126,9 @@ class CachingEngine:
             said = asked.get("answer") or list(range(asked.get("max_tokens") or 1))
             self.compute(asked["prompt"], said)
             if not asked.get("stream"):
+                if self.holds:
+                    self._waiting.append(asyncio.get_running_loop().create_future())
+                    await self._waiting[-1]
                 return web.json_response({"id": "c", "model": MODEL, "choices": [{"index": 0, "text": "all"}]})
             answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
             await answer.prepare(request)
