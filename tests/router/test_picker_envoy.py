@@ -30,6 +30,7 @@ from bench_picker import compare
 from tests.fakes import certificates
 from vllm_pd.bench.simulation.trace import TraceConfig, make
 from vllm_pd.cli import app
+from vllm_pd.picker import server as server_module
 from vllm_pd.picker.options import PickerOptions
 from vllm_pd.picker.server import PickerServer
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
@@ -104,7 +105,7 @@ async def running_envoy(config: dict, folder, port: int) -> AsyncIterator[subpro
 @contextlib.asynccontextmanager
 async def behind_envoy(folder, count: int = 3, mode: EnvoyBodyMode = EnvoyBodyMode.DUPLEX, policy: Policy = Policy.KV,
                        known: bool = False, tls: dict | None = None, response_mode: str = "NONE", subset: int = 0,
-                       **options) -> AsyncIterator[BehindEnvoy]:
+                       ping: str | None = None, admin: int = 0, **options) -> AsyncIterator[BehindEnvoy]:
     """`known`: Envoy knows the engines itself. `subset`: Envoy allows only the first so many."""
     engines = [CachingEngine(BLOCK, 1000) for _ in range(count)]
     for engine in engines:
@@ -115,6 +116,12 @@ async def behind_envoy(folder, count: int = 3, mode: EnvoyBodyMode = EnvoyBodyMo
     await server.start()
     config = picker_envoy_config(port, picker, mode, engines=[one.port for one in engines] if known else (), tls=tls,
                                  response_mode=response_mode, subset=[at(one) for one in engines[:subset]] or None)
+    if ping is not None:
+        [protocol] = config["static_resources"]["clusters"][0]["typed_extension_protocol_options"].values()
+        http2 = protocol["explicit_http_config"]["http2_protocol_options"]
+        http2["connection_keepalive"] = {"interval": ping, "timeout": "1s"}
+    if admin:
+        config["admin"] = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}}
     try:
         async with running_envoy(config, folder, port) as envoy, aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(WITHIN_S)) as session:
@@ -190,6 +197,32 @@ async def test_when_envoy_is_killed_its_requests_are_not_open_any_more(tmp_path)
         await behind.until(lambda: behind.open() == [0])
         for response in responses:
             response.close()
+
+
+async def test_an_envoy_that_stops_without_a_word_has_no_open_requests(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module, "KEEPALIVE_S", 1.0)
+    monkeypatch.setattr(server_module, "KEEPALIVE_TIMEOUT_S", 1.0)
+    async with behind_envoy(tmp_path, 1) as behind:
+        behind.engines[0].token_s = 1.0
+        response = await behind.request(stream=True, max_tokens=300)
+        await response.content.readline()
+        assert behind.open() == [1]
+        behind.envoy.send_signal(signal.SIGSTOP)
+        await behind.until(lambda: behind.open() == [0])
+        response.close()
+
+
+async def test_an_idle_envoy_may_look_whether_the_picker_lives(tmp_path):
+    """Its pings must not end the connection (GOAWAY), which would show as failed requests now and then."""
+    admin = take_free("127.0.0.1")
+    async with behind_envoy(tmp_path, 1, ping="1.2s", admin=admin) as behind:
+        assert (await behind.ask())[0] == 200
+        await asyncio.sleep(9)
+        assert (await behind.ask())[0] == 200
+        async with behind.session.get(f"http://127.0.0.1:{admin}/stats?filter=cluster.picker.upstream_cx_(total|destr)"
+                                      ) as response:
+            stats = await response.text()
+        assert "upstream_cx_total: 1\n" in stats and "upstream_cx_destroy: 0\n" in stats, stats
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -43,6 +43,7 @@ READY = ("", "readiness", EXT_PROC)
 HEALTH_S = 0.1  # between two looks at whether a worker is up
 SPARE_STREAMS = 64  # above max_streams: for answers that refuse, and for health checks
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 20.0, 10.0  # a gateway that is gone without a word ends its streams within both
+GATEWAY_PING_S = 1.0  # a gateway may look so often whether the picker lives; else GOAWAY ends its connection
 MAX_FRAME_BYTES = 1 << 20  # of a message beside the body in it
 STOP_S = 5.0  # for what is cancelled to end
 
@@ -173,7 +174,10 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
             ("grpc.max_receive_message_length", options.max_body_bytes + MAX_FRAME_BYTES),
             ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
             ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
-            ("grpc.http2.max_pings_without_data", 0)])
+            ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),  # of pings that measure, too; else 60 s
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.keepalive_permit_without_calls", 1),  # else every ping to an idle server is one too many
+            ("grpc.http2.min_ping_interval_without_data_ms", int(GATEWAY_PING_S * 1000))])
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         await self._bind(server, "--port", options.port, options.tls_files())
