@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 
+import msgspec
 import pytest
 
 if not os.environ.get("CI"):
@@ -28,9 +29,11 @@ from vllm_pd.picker.options import PickerOptions
 from vllm_pd.picker.server import EXT_PROC, PickerServer
 from vllm_pd.router.options import RequestOrder
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
+from vllm_pd.router.tokenizer import Prompt, Tokenizer
 from vllm_pd.router.workers import WorkerState
 from vllm_pd.rpc.ports import take_free
 
+MODEL = os.environ["VLLM_PD_MODEL"]
 MODES = [Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED, Mode.BUFFERED_PARTIAL, Mode.STREAMED, Mode.NONE]
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -136,6 +139,31 @@ async def test_a_prompt_goes_where_its_blocks_are():
                 assert await gateway.picked(data=data, mode=mode) == endpoint(engine)
         assert gateway.count("vllm:pd_router_decisions_total", policy="kv", reason="overlap") == 6
         assert gateway.count("vllm:pd_router_overlap_blocks_total") == 60
+
+
+async def test_texts_and_chats_are_tokenised_as_the_engines_do():
+    """With the model's own tokenizer and chat template. What is no text goes by the load."""
+    tokenizer = Tokenizer(MODEL)
+    chat = [{"role": "system", "content": "You know all of geography. " * 20}, {"role": "user", "content": "Paris?"}]
+    text = "The capital of France " * 20
+    asked = [("/v1/chat/completions", {"messages": chat}), ("/v1/completions", {"prompt": text})]
+    async with picking(3, Policy.KV, tokenizer=MODEL) as (gateway, engines):
+        await gateway.until(lambda: gateway.server.judgement.pool.loaded)
+        index = with_index(gateway.server.judgement.placer, 4)
+        for number, (path, body) in enumerate(asked):
+            ids = tokenizer.tokens(msgspec.convert(body, Prompt))
+            blocks = len(ids) // 4
+            assert blocks > 10
+            index.stored(engines[number].url, list(range(100 * number, 100 * number + blocks)), None, ids[:4 * blocks],
+                         4)
+            for mode in (Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED):
+                for _ in range(3):
+                    assert endpoint(engines[number]) == await gateway.picked(
+                        path=path, data=json.dumps({"model": "m", **body}).encode(), mode=mode)
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
+        await gateway.picked(path="/v1/chat/completions", data=json.dumps({"model": "m", "messages": image}).encode())
+        assert gateway.count("vllm:pd_router_tokenized_total", outcome="none") == 1
+        assert gateway.count("vllm:pd_router_decisions_total", policy="kv", reason="overlap") == 12
 
 
 async def test_a_session_keeps_its_engine():
