@@ -171,7 +171,7 @@ async def picking(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = Tr
                   make: Callable[[], FaultyEngine] = FaultyEngine,
                   credentials: grpc.ChannelCredentials | None = None,
                   **options) -> AsyncIterator[tuple[Picking, list[FaultyEngine]]]:
-    """A picker over so many engines, all up unless told otherwise; leak-checked in the end."""
+    """A picker over so many engines, all up unless `up` is False; leak-checked in the end."""
     engines = [make() for _ in range(count)]
     for engine in engines:
         await engine.start()

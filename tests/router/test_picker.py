@@ -386,6 +386,14 @@ async def test_a_message_beyond_all_bounds_ends_its_stream_only():
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        at = f"127.0.0.1:{gateway.server.options.port}"
+        async with grpc.aio.insecure_channel(at, compression=grpc.Compression.Gzip) as packed:
+            call = Picking(gateway.server, packed).call()
+            await call.head()
+            await call.body(bytes(64 << 20))  # 64 KiB on the wire
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call.read()
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await gateway.picked() == endpoint(engine)
 
 

@@ -78,7 +78,7 @@ class BehindEnvoy:
             while not condition():
                 await asyncio.sleep(0.01)
 
-    async def told(self) -> None:
+    async def index_is_current(self) -> None:
         """The index has what the engines have published."""
         await self.until(lambda: all(self.server.judgement.subscriptions.progress_of(one.url).batches >= one.batches
                                      for one in self.engines))
@@ -148,7 +148,7 @@ async def test_prompts_go_where_their_prefix_is(tmp_path, mode):
         for number, prefix in enumerate(prefixes):
             status, first[number] = await behind.ask(prefix)
             assert status == 200
-        await behind.told()
+        await behind.index_is_current()
         assert {*first.values()} <= {at(engine) for engine in behind.engines}
         before = sum(engine.hit_blocks for engine in behind.engines)
         for turn in range(3):
@@ -212,6 +212,7 @@ async def test_an_envoy_that_stops_without_a_word_has_no_open_requests(tmp_path,
         response.close()
 
 
+@pytest.mark.slow
 async def test_an_idle_envoy_may_look_whether_the_picker_lives(tmp_path):
     """Its pings must not end the connection (GOAWAY), which would show as failed requests now and then."""
     admin = take_free("127.0.0.1")

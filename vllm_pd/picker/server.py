@@ -6,6 +6,7 @@ is accepted, and open ones, whose answers the gateway still forwards, have `grac
 step. A second signal ends at once what is open.
 """
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
@@ -130,9 +131,10 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        async with asyncio.timeout(STOP_S):
-            while self._open:  # their tasks are cancelled, and end their picks
-                await asyncio.sleep(0.01)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                while self._open:  # their tasks are cancelled, and end their picks
+                    await asyncio.sleep(0.01)
         if self._web is not None:
             await self._web.cleanup()
         await self._endpoints.close()
