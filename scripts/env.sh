@@ -9,7 +9,8 @@
 #   VLLM_PD_TINY_MODEL   folder of a tiny random Llama with the same tokenizer
 #   VLLM_PD_RAY          folder of Ray, for the tests that want it; empty where it cannot be installed
 #   VLLM_PD_KUBERNETES   folder of Helm, kubectl and Kubernetes' schemas, likewise
-#   VLLM_PD_GATEWAYS     with VLLM_PD_ENGINE=v1: folder of Envoy and vllm-router, likewise
+#   VLLM_PD_GATEWAYS     folder of Envoy and vllm-router, likewise; with VLLM_PD_ENGINE=v1 too
+#   VLLM_PD_PICKER       folder of gRPC and Envoy's protocol buffers, likewise
 # and, where they are not set, VLLM_CPU_KVCACHE_SPACE=1 (GiB), VLLM_CPU_CI_ENV=1, VLLM_NO_USAGE_STATS=1, HF_HUB_OFFLINE=1 and
 # TOKENIZERS_PARALLELISM=false.
 # The first time takes a few minutes, afterwards about a second. Interrupted, it can simply be sourced again. On failure it says

@@ -12,11 +12,11 @@ Called by scripts/env.sh with Python 3.11; needs no package. Stages, each a piec
     model      the real small model                            tiny       a tiny random one
     ray        Ray, for the tests that want it; they are skipped where it cannot be installed
     kubernetes Helm, kubectl and Kubernetes' schemas, likewise
+    gateways   Envoy and vllm-router, likewise
+    picker     gRPC and Envoy's protocol buffers, likewise
 
 For V1 (VLLM_PD_ENGINE=v1) packages has the stock vLLM and what else is in requirements/v1*.txt, wheel is our plugin,
-env has both, and there is neither source nor extension nor Ray nor Helm, but
-
-    gateways   Envoy and vllm-router, for the tests that want them; likewise
+env has both, and of the others there are only the models and the gateways.
 
 Pieces that nobody has asked for in KEEP_S and that no process uses are removed.
 
@@ -78,11 +78,12 @@ ENGINES = {
                             "5 GB, mostly torch; some minutes"),
     "v1": EngineEnvironment("plugin", "the plugin", _V1_REQUIREMENTS, "3.5 GB; a minute or two"),
 }
-# What is no part of the environment: the target of the engine whose tests want it, and what it is.
+# What is no part of the environment: the targets of the engines whose tests want it, and what it is.
 BESIDE = {
-    "ray": ("cpu", "Ray"),
-    "kubernetes": ("cpu", "Helm, kubectl and Kubernetes' schemas"),
-    "gateways": ("plugin", "Envoy and vllm-router"),
+    "ray": (("cpu",), "Ray"),
+    "kubernetes": (("cpu",), "Helm, kubectl and Kubernetes' schemas"),
+    "gateways": (("cpu", "plugin"), "Envoy and vllm-router"),
+    "picker": (("cpu",), "gRPC and Envoy's protocol buffers"),
 }
 
 
@@ -262,8 +263,8 @@ def main() -> int:
             extra = [stand_in(engine)] if engine.target == "plugin" else []
             env = environment(engine, base, wheel(engine, python), *extra)
             model, tiny = models(engine, python)
-            folders = {name: beside(name, what, base) for name, (target, what) in BESIDE.items()
-                       if target == engine.target}  # fmt: skip
+            folders = {name: beside(name, what, base) for name, (engines, what) in BESIDE.items()
+                       if engine.target in engines}  # fmt: skip
             cache.prune(("packages", "patched", "wheel", "env", "model", "tiny", *BESIDE), KEEP_S)
     except KeyboardInterrupt:
         cache.say("interrupted; run it again, finished stages are kept")

@@ -24,6 +24,7 @@ from vllm_pd.ops.options import TopOptions, TraceOptions, TrialOptions
 from vllm_pd.ops.printing import printable
 from vllm_pd.ops.sizing import SizingOptions
 from vllm_pd.ops.split import SplitOptions
+from vllm_pd.picker.options import PickerOptions
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
 from vllm_pd.settings.options import option_hint, takes_settings
@@ -118,6 +119,15 @@ def router(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
     """Run a router: each request goes to the engine that has most of its prompt cached and least to do."""
     require_extra("router")
     from vllm_pd.router.server import serve
+    serve(options, policy)
+
+
+@app.command()
+@takes_settings
+def picker(options: PickerOptions, policy: RoutingPolicyConfig) -> None:
+    """Run an endpoint picker: Envoy, or another gateway, asks it by ext_proc which engine gets a request."""
+    require_extra("picker")
+    from vllm_pd.picker.server import serve
     serve(options, policy)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The extras of the distribution `vllm-pd`: what an engine, a router, NATS and the benchmarks need beyond the broker.
+"""The extras of the distribution `vllm-pd`: what engine, router, picker, NATS and benchmarks need beyond the broker.
 
 Whoever is about to import such a package calls `require_extra` first, so that a host without it answers with one line.
 The wheel's own list, with versions, is `[tool.vllm-pd.plugin.extras]` of pyproject.toml.
@@ -12,13 +12,16 @@ from vllm_pd.errors import MissingPackage
 PLUGIN = "vllm-pd"
 ENGINE_INSTALL = f'pip install "vllm==0.32.*" "{PLUGIN}[engine]"'
 PATCHED_MARK = "+pd"  # in the version of the patched vllm
-MODULES = {  # by extra: what is imported. The patched vllm requires all of it
+MODULES = {  # by extra: what is imported. The patched vllm requires all of it, but for PATCHED_LACKS
     "engine": ("nixl", "httptools"),
     "router": ("uvicorn", "httptools", "aiohttp", "aiohappyeyeballs", "prometheus_client", "tokenizers", "jinja2",
                "dns"),
+    "picker": ("grpc", "grpc_health", "xds", "httptools", "aiohttp", "aiohappyeyeballs", "prometheus_client",
+               "tokenizers", "jinja2", "dns"),
     "nats": ("nats", "nkeys"),
     "bench": ("uvloop", "httptools", "numpy", "prometheus_client", "transformers"),
 }
+PATCHED_LACKS = {"picker": "pip install grpcio grpcio-health-checking xds-protos"}
 
 
 def missing_modules(extra: str) -> list[str]:
@@ -42,7 +45,7 @@ def require_vllm() -> None:
 def install_command(extra: str) -> str:
     """What installs an extra here. The patched vllm has no extras, and no place beside it for the plugin."""
     if PATCHED_MARK in (version_of("vllm") or ""):
-        return "pip install the wheel of scripts/build_wheel.py again, with its requirements"
+        return PATCHED_LACKS.get(extra, "pip install the wheel of scripts/build_wheel.py again, with its requirements")
     return f'pip install "{PLUGIN}[{extra}]"'
 
 

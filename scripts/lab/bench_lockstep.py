@@ -163,8 +163,9 @@ def main() -> None:
             if waves != ours:
                 raise RuntimeError(f"round {number}: the answers differ")
     result = {"machine": {"date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count(),
-                          "load": round(os.getloadavg()[0], 1)}, "ranks": ranks._asdict(),
-              "requests_a_round": options.requests, "gap_s": options.gap_s, "seed": options.seed, **{name: side.summary() for name, side in sides.items()}}
+                          "load": round(os.getloadavg()[0], 1)},
+              "ranks": ranks._asdict(), "requests_a_round": options.requests, "gap_s": options.gap_s,
+              "seed": options.seed, **{name: side.summary() for name, side in sides.items()}}
     print(json.dumps(result, indent=1))
     if options.json is not None:
         write_json(options.json, result)

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-pd up --router` with the real model: a decode engine, a prefill engine, and the router in front. The prefill
-engine, which answers requests too, is made a second worker by hand, one without events."""
+engine, which answers requests too, is made a second worker by hand, one without events. Before the same engines: Envoy
+with the endpoint picker; where one of these can't be installed that is skipped, and in CI it fails."""
 import dataclasses
 import http.client
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from _behind.gateways import FOLDER_VARIABLE
+from _picker.envoy import EnvoyBodyMode, picker_envoy_config, start_envoy_command
 from harness import engine_env, model_folder
 
 from tests.asking import request
@@ -18,12 +23,16 @@ from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
 from tests.waiting import wait_for
 from vllm_pd.bench.load import GenerationRequest, ask
+from vllm_pd.bench.servers import HOST, Server, Servers
 from vllm_pd.ops.launch.plan import UpOptions, plan_fleet
 from vllm_pd.ops.launch.up import Fleet
 from vllm_pd.ops.scrape import scrape
-from vllm_pd.rpc.ports import take_free_run
+from vllm_pd.rpc.ports import is_free, take_free, take_free_run
 
 MODEL = "real"
+needs_envoy = pytest.mark.skipif(
+    not (os.environ.get(FOLDER_VARIABLE) and os.environ.get("VLLM_PD_PICKER")) and not os.environ.get("CI"),
+    reason="Envoy or the picker's packages are not installed")
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",
               "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8",
               "--disable-log-requests"]
@@ -63,7 +72,19 @@ def workers(fleet: Fleet) -> dict:
 
 def blocks_known(fleet: Fleet) -> float:
     """Different blocks that the router has heard of: by events, or, where a pulse overtakes those, by a snapshot."""
-    return scrape(fleet.plan.router.url).value("vllm:pd_router_index_entries", table="names")
+    return known_blocks(fleet.plan.router.url)
+
+
+def known_blocks(url: str) -> float:
+    """The same of a router, or of a picker, whose metrics are here."""
+    return scrape(url).value("vllm:pd_router_index_entries", table="names")
+
+
+def tokenises(gateway: str, picker: str) -> bool:
+    """Whether this picker tokenises what it is asked about now."""
+    request(gateway, "POST", "/v1/completions", {"model": MODEL, "prompt": "Hello", "max_tokens": 1})
+    page = scrape(picker)
+    return any(page.value("vllm:pd_router_tokenized_total", outcome=outcome) for outcome in ("done", "begun"))
 
 
 def text(sentences: int, start: int) -> str:
@@ -143,6 +164,48 @@ def test_a_prompt_goes_where_its_prefix_is(two):
             explained = headers["x-vllm-pd-explain"]
             hit, blocks = map(int, explained.partition("hit=")[2].split(";")[0].split("/"))
             assert "reason=overlap" in explained and 20 <= hit < blocks, explained
+
+
+@needs_envoy
+@pytest.mark.parametrize("offset, mode", list(enumerate(EnvoyBodyMode)))
+def test_behind_envoy_a_prompt_goes_where_its_prefix_is(fleet, offset, mode, tmp_path):
+    """Envoy with `vllm-pd picker`, which tokenises texts and chats as the engines do, and reads their events: what one
+    has computed is found there again. Answers, whole and as streams, are the engine's."""
+    decode, other = (engine.url for engine in fleet.plan.engines)
+    port, picker, metrics = (take_free(HOST) for _ in range(3))
+    with Servers(print) as servers:
+        page = servers.start("picker", metrics, [
+            sys.executable, "-m", "vllm_pd.cli", "picker", "--port", str(picker), "--metrics-port", str(metrics),
+            "--worker", decode, "--worker", other, "--probe-interval-s", "1"],
+            env={**os.environ, "PYTHONPATH": os.environ.get("VLLM_PD_PICKER", "")})
+        servers.await_ready(page, Server.is_healthy)
+        envoy = servers.start("envoy", port, start_envoy_command(picker_envoy_config(port, picker, mode), tmp_path))
+        servers.await_ready(envoy, lambda server: not is_free(HOST, server.port))
+        wait_for(lambda: all(scrape(page.url).value("vllm:pd_router_worker_up", worker=url) == 1
+                             for url in (decode, other)), "both are up")
+        before = scrape(decode)
+        for stream in (False, True):
+            for sentences in (2, 30):
+                asked = GenerationRequest(text(sentences, 100_000 + 1000 * (10 * offset + stream)), 8, stream=stream)
+                same_answer(ask(envoy.url, MODEL, asked), ask(other, MODEL, asked))
+        makes = [lambda content: ("/v1/completions", {"prompt": content}),
+                 lambda content: ("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})]
+        for number, make in enumerate(makes):
+            begin = text(25, 200_000 + 1000 * (10 * offset + number))
+            path, body = make(begin)
+            known = known_blocks(page.url)
+            assert request(decode, "POST", path, {"model": MODEL, "max_tokens": 4, **body})[0] == 200
+            wait_for(lambda known=known: known_blocks(page.url) >= known + 20, "the picker has read its events")
+            wait_for(lambda: tokenises(envoy.url, page.url), "it has the tokenizer")
+            overlap = scrape(page.url).value("vllm:pd_router_overlap_blocks_total")
+            for turn in range(1, 4):
+                path, body = make(begin + " and" * 40 * turn)
+                status, headers, _ = request(envoy.url, "POST", path, {"model": MODEL, "max_tokens": 4, **body})
+                assert status == 200 and headers["x-upstream"] == urlsplit(decode).netloc
+            assert scrape(page.url).value("vllm:pd_router_overlap_blocks_total") >= overlap + 3 * 20
+        assert scrape(page.url).value("vllm:pd_router_refused_total") == 0
+        wait_for(lambda: scrape(page.url).value("vllm:pd_router_in_flight") == 0, "nothing is open")
+        assert scrape(decode).since(before).value("vllm:pd_decisions_total", decision="local") >= 1
 
 
 def test_b63_an_engine_that_is_stopped_is_left_out(two):

@@ -363,7 +363,7 @@ def test_the_fast_way_gives_the_librarys_ids():
     """In a process of its own, which can do without torch."""
     program = """if True:
         import os, sys
-        from vllm_pd.router.server import LIBRARY
+        from vllm_pd.router.tokenizer import LIBRARY
         os.environ.update(LIBRARY)
         from vllm_pd.router.tokenizer import Tokenizer
         tokenizer = Tokenizer(sys.argv[1])

@@ -170,7 +170,7 @@ def test_chats_of_a_model_have_the_librarys_ids():
     """In a process of its own, which can do without torch."""
     program = """if True:
         import os, sys
-        from vllm_pd.router.server import LIBRARY
+        from vllm_pd.router.tokenizer import LIBRARY
         os.environ.update(LIBRARY)
         from vllm_pd.router.tokenizer import Prompt, Tokenizer
         tokenizer = Tokenizer(sys.argv[1])

@@ -18,7 +18,8 @@ from vllm_pd.ops import for_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["vllm-pd"]
-DISTRIBUTIONS = {"dns": "dnspython", "nats": "nats-py", "zmq": "pyzmq"}  # whose module has another name
+DISTRIBUTIONS = {"dns": "dnspython", "nats": "nats-py", "zmq": "pyzmq", "grpc": "grpcio", "xds": "xds-protos",
+                 "envoy": "xds-protos", "grpc_health": "grpcio-health-checking"}  # whose module has another name
 WITHOUT_EXTRA = {"msgspec", "pyzmq", "psutil", "typer", "rich", "xxhash", "packaging"}
 
 
@@ -69,7 +70,8 @@ def eager_imports(module: str, seen: set[str]) -> set[str]:
     ("ops.paths", None), ("ops.sizing", None), ("ops.split", None), ("ops.launch.up", None), ("v1.plugin", None),
     ("ops.options", None), ("ops.for_command", None), ("v1.preview", None), ("ops.trial_requests", "router"),
     ("ops.top_readings", "router"),
-    ("router.server", "router"), ("router.tokenizer_files", "router"), ("broker.nats_members", "nats"),
+    ("router.server", "router"), ("picker.options", None), ("picker.server", "picker"),
+    ("router.tokenizer_files", "router"), ("broker.nats_members", "nats"),
     ("broker.nats_backend", "nats"), ("bench.handover", "bench"), ("bench.router", "bench"),
     ("bench.policies", "bench"), ("bench.serve.command", "bench"), ("bench.share.measure", "bench")])
 def test_a_module_imports_only_what_its_extra_brings(module, extra):
@@ -102,6 +104,9 @@ def test_the_patched_vllm_has_no_extras(missing, monkeypatch):
     missing.add("nkeys")
     with pytest.raises(MissingPackage, match="nkeys is not installed: pip install the wheel"):
         extras.require_extra("nats")
+    missing.add("xds")
+    with pytest.raises(MissingPackage, match="xds is not installed: pip install grpcio grpcio-health"):
+        extras.require_extra("picker")
 
 
 def test_the_error_of_a_worker_arrives(missing):
@@ -113,6 +118,7 @@ def test_the_error_of_a_worker_arrives(missing):
 
 @pytest.mark.parametrize("arguments, modules, command", [
     (["router"], {"aiohttp"}, '"vllm-pd[router]"'),
+    (["picker"], {"grpc"}, '"vllm-pd[picker]"'),
     (["doctor", "--try", "http://h"], {"httptools"}, '"vllm-pd[router]"'),
     (["doctor", "--for", "vllm serve m"], {"vllm"}, '"vllm==0.32.*" "vllm-pd[engine]"'),
     (["top", "--broker", "tcp://127.0.0.1:5700"], {"prometheus_client"}, '"vllm-pd[router]"'),

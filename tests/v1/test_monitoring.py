@@ -33,8 +33,8 @@ from vllm_pd.decisions.policy import Reason
 from vllm_pd.handover import metrics
 from vllm_pd.handover.metrics import HandoverFamilies
 from vllm_pd.peer.degraded import Cause
-from vllm_pd.router.app import FORWARDED
 from vllm_pd.router.metrics import RouterMetrics
+from vllm_pd.router.routes import FORWARDED
 from vllm_pd.rpc.codec import FrameFault
 
 FOLDER = panels.ROOT / "deploy" / "prometheus"

@@ -172,7 +172,7 @@ def test_the_wheel_alone_is_a_broker(bare):
 
 
 @pytest.mark.parametrize("arguments, extra", [
-    (["router"], "router"), (["up", "m"], "engine"), (["bench", "serve", "m"], "bench"),
+    (["router"], "router"), (["picker"], "picker"), (["up", "m"], "engine"), (["bench", "serve", "m"], "bench"),
     (["status", "--broker", "nats://127.0.0.1:4222"], "nats")])
 def test_the_wheel_alone_says_what_is_missing(bare, arguments, extra):
     done = run(bare / "bin" / "vllm-pd", *arguments)
@@ -212,6 +212,29 @@ def test_a_router_needs_its_extra_only(router):
         metrics = ask(f"{url}/metrics")[1]
         assert re.search(r'^vllm:pd_router_tokenized_total\{outcome="done"\} 2\.0$', metrics, re.MULTILINE), metrics
         assert doctor(router, "--broker", address)[1].count(f"{address} answers") == 1
+
+
+def test_a_picker_needs_its_extra_only(tmp_path, wheel):
+    """It starts, tokenises with the model's tokenizer, knows its engines, and says so by gRPC and HTTP."""
+    env = make(tmp_path / "env", sys.executable, wheel, "vllm-pd[picker]")
+    port, metrics, engine = (str(take_free("127.0.0.1")) for _ in range(3))
+    check = ("import grpc; from grpc_health.v1 import health_pb2 as h, health_pb2_grpc as g; print(g.HealthStub("
+             f"grpc.insecure_channel('127.0.0.1:{port}')).Check(h.HealthCheckRequest(service='readiness')).status)")
+    assert "this host can run: broker, picker\n" in doctor(env)[1]
+    with running(sys.executable, "-m", "vllm_pd.bench.dummy", "--port", engine, "--model", "m", "--block-size",
+                 "16") as dummy, \
+            running(env / "bin" / "vllm-pd", "picker", "--port", port, "--metrics-port", metrics,
+                    f"--worker=http://127.0.0.1:{engine}", "--tokenizer", MODEL) as process:
+
+        def serves() -> bool:
+            assert process.poll() is None, process.stdout.read()
+            assert dummy.poll() is None, dummy.stdout.read()
+            return ask(f"http://127.0.0.1:{metrics}/health")[0] == 200
+
+        wait_for(serves, lambda: "the picker does not serve", timeout_s=120)
+        wait_for(lambda: run(env / "bin" / "python", "-c", check).stdout == "1\n", lambda: "not ready", timeout_s=60)
+        page = ask(f"http://127.0.0.1:{metrics}/metrics")[1]
+        assert f'vllm:pd_router_worker_up{{worker="http://127.0.0.1:{engine}"}} 1.0' in page
 
 
 def test_the_routers_image_installs_what_runs(router, wheel):

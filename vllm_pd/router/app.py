@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router as an ASGI application: its own routes, and the checks on requests that it forwards to workers."""
 import asyncio
-import logging
 import secrets
-import ssl
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -15,31 +13,19 @@ from vllm_pd.frontend.access import has_key, objection, reading_objection
 from vllm_pd.router import descriptors, responses
 from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
 from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
-from vllm_pd.router.discovery import Discovery
 from vllm_pd.router.errors import RouterErrors
-from vllm_pd.router.membership import Membership
+from vllm_pd.router.judgement import Judgement
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.overview import FleetOverview
 from vllm_pd.router.page import PAGE
-from vllm_pd.router.placing import Placer
-from vllm_pd.router.policy import Policy, RoutingPolicyConfig
-from vllm_pd.router.probe import GenerationProbes
-from vllm_pd.router.proxy import ENDING, GENERATING, RouterProxy, RouterRequest, shutting_down
+from vllm_pd.router.policy import RoutingPolicyConfig
+from vllm_pd.router.proxy import ENDING, RouterProxy, RouterRequest, shutting_down
 from vllm_pd.router.responses import Headers, RouterResponse
-from vllm_pd.router.subscriptions import EventSubscriptions
-from vllm_pd.router.tokens import TokenPool
+from vllm_pd.router.routes import FORWARDED, METHODS, generates
 from vllm_pd.router.worker_client import WorkerClient
-from vllm_pd.router.worker_session import WorkerSession
-from vllm_pd.router.workers import RouterWorker, Workers
+from vllm_pd.router.workers import RouterWorker
 
-logger = logging.getLogger("vllm.pd.router")
-
-FORWARDED = GENERATING | {
-    "/v1/models", "/version", "/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/completions/render",
-    "/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render", "/cohere/v2/chat/render",
-    "/v1/completions/derender", "/v1/chat/completions/derender"}
-METHODS = ("GET", "POST", "OPTIONS")
 MAX_OWN_BODY_BYTES = 65536
 MAX_OPTIONS_BODY_BYTES = 4096  # OPTIONS needs no key
 
@@ -54,13 +40,12 @@ class RouterApp:
     def __init__(self, options: RouterOptions, policy: RoutingPolicyConfig) -> None:
         self.options = options.checked()
         self.metrics = RouterMetrics()
-        self.workers = Workers(self.metrics, self.options.max_in_flight)
-        self._discovery = Discovery(self.options, self.workers, self.metrics, lambda: self._membership.unwanted)
+        self._judgement = Judgement(self.options, policy, self.metrics)
+        self.workers, self._discovery = self._judgement.workers, self._judgement.discovery
         self.errors = RouterErrors(self.workers)
         self.max_clients = min(self.options.max_connections, descriptors.for_clients(self.options.broker is not None))
         self._bodies = BodyBudget(self.options.max_body_bytes, self.options.max_bodies_bytes)
         self.metrics.body_bytes.set_function(lambda: self._bodies.held_bytes)
-        self._policy = msgspec.structs.replace(policy.check(), policy=Policy(policy.policy))
         self._via = b"1.1 vllm-pd-" + secrets.token_hex(6).encode()  # in the header Via of all that goes to workers
         self._running = False
         self._unready = False
@@ -69,29 +54,19 @@ class RouterApp:
 
     async def start(self) -> None:
         """Begin to follow the registry, to probe the workers and to read their events."""
-        options = self.options
-        tls = ssl.create_default_context()
-        self.worker_client = WorkerClient(options.connect_timeout_s, tls, self.max_clients)
-        session = WorkerSession(options.connect_timeout_s, tls)  # for the router's own requests
-        self._pool = TokenPool(options)
-        self.placer = Placer(options, self._policy, self.workers, self._pool, self.metrics,
-                             lambda url: self.subscriptions.load_of(url))
-        self.subscriptions = EventSubscriptions(self.placer, session, options)
-        self.probes = GenerationProbes(options, session, self._came_up,
-                                        lambda url, outcome: self.metrics.of(url, self.metrics.probes, outcome).inc(),
-                                        lambda url: self.subscriptions.progress_of(url), self._via)
+        options, judgement = self.options, self._judgement
+        judgement.begin(self._via)
+        self.placer, self.subscriptions, self.probes = judgement.placer, judgement.subscriptions, judgement.probes
+        self._membership = judgement.membership
+        self.worker_client = WorkerClient(options.connect_timeout_s, judgement.tls, self.max_clients)
         self.proxy = RouterProxy(options, self.workers, self.placer, self.worker_client, self.metrics,
                                  self.errors, self._via)
-        self._membership = Membership(options, self.workers, self.metrics)
         key = options.key_for_workers
-        self._overview = FleetOverview(self.workers, session, {} if key is None else {"Authorization": f"Bearer {key}"},
+        self._overview = FleetOverview(self.workers, judgement.session,
+                                       {} if key is None else {"Authorization": f"Bearer {key}"},
                                        lambda: self._membership.members, self.subscriptions.load_of, self._about)
-        self.workers.on_join.append(self.probes.watch)
-        self.workers.on_leave.append(self.subscriptions.unsubscribe)
-        self.workers.on_end += [self.probes.forget, self._close_connections]
-        self._membership.on_update.append(self._discovery.apply)
-        self._membership.start()
-        self._discovery.start()
+        self.workers.on_end.append(self._close_connections)
+        judgement.start()
         self._running = True
 
     async def close(self) -> None:
@@ -100,12 +75,7 @@ class RouterApp:
             return
         self._running = False
         await self._overview.close()
-        await self._discovery.close()
-        await self._membership.close()
-        await self.probes.close()
-        await self.subscriptions.close()
-        self.placer.close()
-        self._pool.close()
+        await self._judgement.close()
         self.worker_client.close()
 
     def unready(self) -> None:
@@ -197,7 +167,7 @@ class RouterApp:
         path, headers, query = scope["path"], scope["headers"], scope["query_string"]
         target = path.encode() + (b"?" + query if query else b"")
         request = RouterRequest(scope["method"].encode(), path, target, headers, body,
-                                asyncio.get_running_loop().time(), path in GENERATING and scope["method"] == "POST",
+                                asyncio.get_running_loop().time(), generates(scope["method"], path),
                                 explain=_wants_explanation(headers))
         try:
             return await self.proxy.forward(request, receive, send)
@@ -241,10 +211,7 @@ class RouterApp:
         if refused is not None:
             return refused
         if scope["method"] == "GET":
-            events = self.subscriptions.as_json()
-            return RouterResponse.of_json({
-                "workers": [{**worker.as_json(), "events": events.get(worker.url)} for worker in self.workers],
-                **self._about()})
+            return RouterResponse.of_json({"workers": self._judgement.workers_json(), **self._about()})
         try:
             with BodyBudget(MAX_OWN_BODY_BYTES, MAX_OWN_BODY_BYTES).hold() as held:
                 body = await _read_body(receive, scope["headers"], held)
@@ -278,9 +245,7 @@ class RouterApp:
 
     def _about(self) -> dict[str, Any]:
         """What an operator sees of the router itself."""
-        return {"policy": self._policy.policy.value, "registry": self._membership.problem or "ok",
-                "discovery": self._discovery.as_json(), "open_requests": len(self._open),
-                "tokenizer": self._pool.problem or ("ok" if self._pool.loaded else "not loaded")}
+        return {**self._judgement.about(), "open_requests": len(self._open)}
 
     def _refused(self, scope: dict[str, Any]) -> RouterResponse | None:
         """The error for a request to /workers or /fleet that is not allowed, else None. A change needs the operator's
@@ -313,15 +278,6 @@ class RouterApp:
         """Connections belong to a URL, and a new worker may have the URL already: then they stay."""
         if self.workers.get(worker.url) is None:
             self.worker_client.forget(worker.url)
-
-    def _came_up(self, worker: RouterWorker) -> None:
-        if self.placer.families.has_changed_model(worker):
-            self.subscriptions.unsubscribe(worker)
-        family = self.placer.families.join(worker)
-        if self._policy.policy is Policy.KV:
-            self._pool.load_for(family.name, worker.root)
-        if self._policy.policy in (Policy.KV, Policy.LEAST_LOAD):
-            self.subscriptions.subscribe(worker)
 
 
 _OWN_ROUTES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {

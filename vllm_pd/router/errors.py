@@ -30,6 +30,14 @@ class RouterErrors:
             headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
         return RouterResponse(status.value, self.body(status, text, path), headers)
 
+    def unplaced(self, model: str | None, retry_after_s: float, path: str) -> tuple[RouterResponse, str]:
+        """The answer to a request that no worker may get, and why; the label of a counter."""
+        if self._workers.any_up(model):
+            return self.response(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later", retry_after_s,
+                                 path), "full"
+        return self.response(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later", retry_after_s,
+                             path), "none_up"
+
     def event(self, text: str, status: HTTPStatus = HTTPStatus.BAD_GATEWAY, path: str = "") -> bytes:
         """The bytes of the error event that ends a broken stream. No `[DONE]` follows. They begin with an empty line,
         because the stream may have stopped in the middle of an event."""

@@ -164,13 +164,25 @@ class Placer:
             plan.prefill_worker, _ = placed
         return plan.prefill_worker
 
+    def alternatives(self, plan: PlacementPlan, tried: Collection[RouterWorker], most: int) -> list[RouterWorker]:
+        """The workers, `most` at most, that would be next for a request if those in `tried` failed, the best first.
+        Nothing is noted of the request there."""
+        found: list[RouterWorker] = []
+        if most:
+            overlaps = self._overlaps(plan, self._now())
+        while len(found) < most:
+            choice = self._choose(plan, self._workers.candidates(plan.model, [*tried, *found]), overlaps)
+            if choice is None:
+                break
+            found.append(self._workers.get(choice.worker))
+        return found
+
     def _place(self, plan: PlacementPlan, able: list[RouterWorker]) -> tuple[RouterWorker, Choice] | None:
         """Choose one of these workers, as `place`, and note what will be there: the prompt's new tokens as load, its
         blocks as expected, and the part of it that is still to be tokenised. Sets no metric."""
         now_s = self._now()
         overlaps = self._overlaps(plan, now_s)
-        candidates = [self._candidate(worker, overlaps, plan) for worker in self._sampled(able, overlaps)]
-        choice = choose(self.config, plan.request, candidates, self._rng)
+        choice = self._choose(plan, able, overlaps)
         if choice is None:
             return None
         worker = self._workers.get(choice.worker)
@@ -182,6 +194,10 @@ class Placer:
         if plan.deferred is not None:
             self.deferred.add(plan.deferred, now_s + self._options.expected_s)
         return worker, choice
+
+    def _choose(self, plan: PlacementPlan, able: list[RouterWorker], overlaps: Overlaps) -> Choice | None:
+        candidates = [self._candidate(worker, overlaps, plan) for worker in self._sampled(able, overlaps)]
+        return choose(self.config, plan.request, candidates, self._rng)
 
     def _turn(self, generates: bool, model: str | None) -> int:
         """The request's number among its like, for round robin. Each model that an engine serves has turns of its own,

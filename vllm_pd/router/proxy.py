@@ -18,7 +18,6 @@ import functools
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from enum import Enum
 from http import HTTPStatus
 
 from vllm_pd.router import responses
@@ -43,14 +42,10 @@ from vllm_pd.router.prefill_form import PrefillOutcome
 from vllm_pd.router.prefill_leg import PrefillSender
 from vllm_pd.router.request import RouterRequest, StreamBroke, Suspect
 from vllm_pd.router.responses import Headers, RouterResponse
+from vllm_pd.router.routes import COMPLETING
 from vllm_pd.router.worker_client import TryFailed, WorkerClient, WorkerResponse, WorkerResponseBroken
-from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, WorkerFailure, Workers
+from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, TryOutcome, WorkerFailure, Workers
 
-COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
-GENERATING = COMPLETING | {
-    "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/inference/v1/generate", "/cohere/v2/chat",
-    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings", "/v2/embed", "/pooling", "/classify",
-    "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/generative_scoring", "/v1/systemone"}
 DETOKENIZE = b"/detokenize"
 MAX_WHOLE_BYTES = 1 << 20
 _DONE = re.compile(rb"data: ?\[DONE\]")
@@ -63,15 +58,6 @@ _CLIENT_ERROR = re.compile(rb'"code":\s*4\d\d\b')
 _ERRORS = (WorkerFailure.SERVER_ERROR, WorkerFailure.DECLINED)
 _NO_FAULT = (WorkerFailure.ROUTER, WorkerFailure.NOT_LOADED, WorkerFailure.REFUSED, WorkerFailure.DECLINED)
 _FATAL = "engines were lost while they had this request, so it is not sent to another one"
-
-
-class TryOutcome(Enum):
-    """How a try ended, if not with a `WorkerFailure`; the label of a counter."""
-    ANSWERED = "answered"
-    STALE = "stale"  # the worker had closed the idle connection
-    BROKEN_LATER = "broken_later"  # the answer broke after its first byte
-    CLIENT_GONE = "client_gone"
-    CUT = "cut"  # the router is shutting down
 
 
 class _StreamFailed(Exception):
@@ -242,12 +228,8 @@ class RouterProxy:
         elif tried and self._workers.any_up(model):
             answer = error(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
             reason = "tries"
-        elif self._workers.any_up(model):
-            answer = error(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later", retry_after_s)
-            reason = "full"
         else:
-            answer = error(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later", retry_after_s)
-            reason = "none_up"
+            answer, reason = self._errors.unplaced(model, retry_after_s, request.path)
         self._metrics.refused.labels(reason).inc()
         extra = [(b"x-vllm-pd-explain", responses.compact({"refused": reason, "tries": request.tries}))]
         await client.whole(RouterResponse(answer.status, answer.body, answer.headers + extra * request.explain))

@@ -21,6 +21,7 @@ from vllm_pd.router import descriptors
 from vllm_pd.router.app import RouterApp
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
+from vllm_pd.router.tokenizer import LIBRARY
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
 
@@ -30,8 +31,6 @@ CUT_S = 2.0  # time to send the errors to the clients whose requests were ended
 SPARED = (b"/health", b"/ping", b"/metrics")  # paths that are also served above the limit of connections
 BACKLOG = 2048
 TICK_S = 0.1
-LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-            "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0"}  # half a gigabyte that no tokenizer needs
 
 
 def serve(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
@@ -39,7 +38,7 @@ def serve(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
     for a broker that needs the extra `nats`."""
     if options.broker is not None and NatsAddress.is_url(options.broker):
         require_extra("nats")
-    for name, value in LIBRARY.items():  # transformers reads them when it is imported
+    for name, value in LIBRARY.items():
         os.environ.setdefault(name, value)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     descriptors.raise_limit()

@@ -9,6 +9,10 @@ import msgspec
 
 from vllm_pd.router.token_cache import PartialTokens, TokenCache, can_cut_between_words, estimated, place_to_cut
 
+# The environment in which a process that loads tokenizers should run; transformers reads it when it is imported.
+LIBRARY = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+            "USE_TORCH": "0", "USE_TF": "0", "USE_FLAX": "0"}  # half a gigabyte that no tokenizer needs
+
 
 class Prompt(msgspec.Struct):
     """The fields of a request's body that the router reads. All other fields are ignored."""

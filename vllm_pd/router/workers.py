@@ -63,6 +63,16 @@ class WorkerFailure(StrEnum):
         return cls.DECLINED if _REQUEST_ERROR.search(body, 0, 1000) else cls.SERVER_ERROR
 
 
+class TryOutcome(Enum):
+    """How a try ended, if not with a `WorkerFailure`; the label of a counter."""
+    ANSWERED = "answered"
+    STALE = "stale"  # the worker had closed the idle connection
+    BROKEN_LATER = "broken_later"  # the answer broke after its first byte
+    CLIENT_GONE = "client_gone"
+    CUT = "cut"  # the router is shutting down
+    PASSED_OVER = "passed_over"  # picked for a gateway, which has sent the request to another worker
+
+
 class Interruption(Enum):
     """Why a request stops waiting for a worker."""
     CLIENT_GONE = "client_gone"
