@@ -384,8 +384,7 @@ def test_b29_strangers_that_hold_all_connections_keep_no_peer_out(rank):
     assert d.transport.debug_state()["connections"] <= MAX_CONNECTIONS
     for each in strangers + more:
         each.close()
-    wait_for(lambda: d.transport.debug_state()["connections"] == 1)
-    assert d.transport.debug_state()["unproved"] == 0
+    wait_for(lambda: d.transport.debug_state() == {"connections": 1, "unproved": 0})  # some may yet be accepted
 
 
 def test_b25_a_write_that_is_cancelled_ends_with_the_stage_under_way(rank):
