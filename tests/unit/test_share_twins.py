@@ -65,6 +65,7 @@ def test_what_is_left_after_pruning(prompts, min_count, min_tokens):
     shorter = {end: max((len(other) for other in ends if other != end and other == end[:len(other)]), default=0)
                for end in left}
     assert pruned.nodes == len(left)
+    assert pruned.leaves == sum(not any(other[:len(end)] == end for other in left if other != end) for end in left)
     assert sorted(pruned.prefixes) == sorted((len(end), len(end) - shorter[end], uses[end], first[end]) for end in left)
     saved = [prefix.saved_tokens for prefix in pruned.prefixes]
     assert saved == sorted(saved, reverse=True)

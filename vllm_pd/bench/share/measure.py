@@ -126,6 +126,7 @@ def measure(bench: ShareBench, show: ShowLine = print) -> dict[str, Any]:
         "repeated_share": trace.repeated_tokens / trace.prompt_tokens,
         "pruned": {
             "min_count": bench.min_count, "min_tokens": bench.min_tokens, "nodes": tree.nodes,
+            "leaves": tree.leaves, "leaves_per_prompt": tree.leaves / trace.requests,
             "repeated_share": tree.repeated_tokens / trace.prompt_tokens, "distinct_tokens": tree.distinct_tokens,
             "prefixes": [prefix._asdict() | {"saved_share": prefix.saved_tokens / trace.prompt_tokens}
                          for prefix in tree.prefixes]},
@@ -166,7 +167,9 @@ def summary(found: dict[str, Any]) -> str:
         f"{found['repeated_share']:.1%} of the {unit} repeat the beginning of an earlier prompt",
         f"{pruned['repeated_share']:.1%} do so in prefixes of {pruned['min_tokens']} or more {unit} that "
         f"{pruned['min_count']} or more prompts have; there are {pruned['nodes']:,}, and a cache needs "
-        f"{pruned['distinct_tokens']:,} {unit} for them"])
+        f"{pruned['distinct_tokens']:,} {unit} for them",
+        f"{pruned['leaves']:,} of them begin no longer one: {pruned['leaves_per_prompt']:.1%} of the number of "
+        "prompts"])
 
 
 def prefix_table(found: dict[str, Any]) -> Table:

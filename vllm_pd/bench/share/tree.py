@@ -33,10 +33,12 @@ class SharedPrefix(NamedTuple):
 
 
 class PrunedTree(NamedTuple):
-    """What is left of a tree after pruning. `nodes`: how many. `prefixes`: those of them that save most, in that order.
+    """What is left of a tree after pruning. `nodes`: how many. `leaves`: how many of them have none below them that is
+    left: the longest prefixes. `prefixes`: those of them that save most, in that order.
     `repeated_tokens`: how many prompt tokens repeat a prefix that is left; `distinct_tokens`: how many tokens all nodes
     together have, which is what a cache must hold for that."""
     nodes: int
+    leaves: int
     prefixes: Sequence[SharedPrefix]
     repeated_tokens: int
     distinct_tokens: int
@@ -84,18 +86,21 @@ class PromptTree:
         prompt the longest such prefix counts, from its first token on; a prompt without one doesn't count. At most
         `shown` prefixes are listed."""
         left = array("I")
-        repeated = distinct = 0
+        repeated = distinct = leaves = 0
+        inner = bytearray(len(self._uses))  # by node: one below it is left
         uses = array("I", bytes(4 * len(self._uses)))  # by those prompts that have such a prefix
         for node in numpy.argsort(numpy.asarray(self._depths))[::-1].tolist():  # children before their parents
             if self._uses[node] >= min_count and self._depths[node] >= min_tokens:
                 uses[node] = self._uses[node]
                 left.append(node)
+                leaves += not inner[node]
+                inner[self._parents[node]] = True
             if node and uses[node]:
                 uses[self._parents[node]] += uses[node]
                 repeated += (uses[node] - 1) * self._sizes[node]
                 distinct += self._sizes[node]
         most = heapq.nlargest(shown, map(self._prefix, left), key=lambda prefix: prefix.saved_tokens)
-        return PrunedTree(len(left), most, repeated, distinct)
+        return PrunedTree(len(left), leaves, most, repeated, distinct)
 
     def _prefix(self, node: int) -> SharedPrefix:
         return SharedPrefix(self._depths[node], self._sizes[node], self._uses[node], self._lines[node])
