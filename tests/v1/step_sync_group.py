@@ -22,6 +22,22 @@ BARRIER_S = 20.0
 WAIT_S = 60.0
 
 
+class LateFuture(Future):
+    """As those of V1's executor of several processes: an answer is read where its result is asked for, after all that
+    were to come before it, and nowhere else."""
+
+    def __init__(self, pending: collections.deque, value: Any) -> None:
+        super().__init__()
+        self._pending, self._value = pending, value
+        pending.append(self)
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not self.done():
+            earliest = self._pending.popleft()
+            earliest.set_result(earliest._value)
+        return super().result(timeout)
+
+
 class BarrierExecutor(StubExecutor):
     """Each forward pass waits for those of the other ranks, dummies included. With two steps in flight it samples
     apart, as V1's asynchronous scheduling has it."""
@@ -30,6 +46,7 @@ class BarrierExecutor(StubExecutor):
         super().__init__(engine)
         self.barrier, self.forwards, self.calls = barrier, 0, []
         self._computed: Any = None
+        self._pending: collections.deque = collections.deque()
 
     def execute_model(self, output: Any, non_block: bool = False) -> Future:
         if not output.total_num_scheduled_tokens:
@@ -37,12 +54,11 @@ class BarrierExecutor(StubExecutor):
         self._meet()
         if self.engine.in_flight == 1:
             return super().execute_model(output, non_block)
-        self._computed, future = super().execute_model(output, non_block), Future()
-        future.set_result(None)
-        return future
+        self._computed = super().execute_model(output, non_block).result()
+        return LateFuture(self._pending, None)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Future:
-        return self._computed
+        return LateFuture(self._pending, self._computed)
 
     def execute_dummy_batch(self) -> None:
         super().execute_dummy_batch()

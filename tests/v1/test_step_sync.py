@@ -5,6 +5,7 @@ import random
 import threading
 import time
 
+import cloudpickle
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
@@ -16,6 +17,7 @@ from vllm_pd.dp.interface import StepDecision
 from vllm_pd.protocol.actions import Released
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.v1.lockstep.options import StepSyncOptions
+from vllm_pd.v1.lockstep.sync import common_name
 
 QUIET_S = 0.1
 IN_FLIGHT = pytest.mark.parametrize("in_flight", [1, 2], ids=["sync", "async"])
@@ -188,6 +190,69 @@ def test_a_pause_is_complete_when_all_ranks_have_come_to_it(make, mode, in_fligh
             del loop.engine.prompts["a"], loop.engine.ended["a"]
     group.wait(lambda: all_ended(group))
     check(group)
+
+
+def begin_pause(group: CountedGroup) -> None:
+    group.call(1, "pause_scheduler", "wait", False)
+
+
+def begin_drain(group: CountedGroup) -> None:
+    for loop in group.ranks:
+        loop.core.vllm_config.shutdown_timeout = 60
+        loop.core.shutdown_state = step_sync_group.EngineShutdownState.REQUESTED
+        loop.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize("begin", [begin_pause, begin_drain])
+def test_b94_b96_a_rank_that_waits_for_a_peer_makes_the_passes_of_the_others(make, begin, in_flight):
+    """Also while it makes steps without tokens, of which some are always in flight."""
+    group = make(in_flight=in_flight)
+    waiting, other = group.ranks[1], group.ranks[0]
+    park(group)
+    other.add("b", prompt(10), 100)
+    group.wait(lambda: group.forwards()[0] > 3)
+    begin(group)
+    group.wait(lambda: "b" in other.engine.ended)
+    assert "a" not in waiting.engine.ended and group.answers[1] == []
+    waiting.engine.prefilled("a")
+    group.wait(lambda: "a" in waiting.engine.ended)
+    for loop in group.ranks:
+        loop.engine.check_answers()
+
+
+def test_a_client_that_asks_is_answered_while_another_call_waits(make):
+    """With a server for each rank a resume may wait for minutes. A rank's own front end may ask meanwhile."""
+    group = make()
+    group.ranks[1].call(1, "resume_scheduler")
+    group.ranks[1].call(2, "is_scheduler_paused")
+    group.wait(lambda: group.answers[2] == [None])
+    assert group.answers[1] == []
+    group.ranks[0].call(1, "resume_scheduler")
+    group.wait(lambda: group.answers[1] == [None, None])
+
+
+def test_a_pause_that_never_came_to_all_ranks_keeps_none_from_its_end(make):
+    group = make(threshold=10_000)
+    group.ranks[0].call(1, "pause_scheduler", "wait", False)
+    group.wait(lambda: group.ranks[0].core._paused)
+    began = time.monotonic()
+    group.close()
+    group.follow()
+    assert time.monotonic() - began < 4.0 and "the server shuts down" in group.answers[1][0]
+
+
+def test_a_call_has_one_name_in_all_processes():
+    """A function, or an object, that each has unpickled for itself; and calls with other arguments have others."""
+    def update(worker):
+        return worker
+
+    first, second = (cloudpickle.loads(cloudpickle.dumps(update)) for _ in range(2))
+    call = lambda *arguments: common_name((0, 1, "collective_rpc", arguments))
+    assert first is not second and call(first, None, (1, )) == call(second, None, (1, ))
+    assert call("load", None, (object(), b"a")) == call("load", None, (object(), b"a"))
+    assert len({call("load", None, (1, )), call("load", None, (2, )), call("load", None, ([1], )), call("save")}) == 4
+    assert common_name((0, 1, "is_sleeping", ())) == 0
 
 
 def test_a_pause_of_one_rank_alone_keeps_the_other_serving_and_can_be_taken_back(make):

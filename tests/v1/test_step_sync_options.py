@@ -11,6 +11,7 @@ from vllm.v1.engine.core import DPEngineCoreProc
 
 from vllm_pd.dp.interface import GroupFailed
 from vllm_pd.errors import ConfigError
+from vllm_pd.model.offloading import is_named
 from vllm_pd.v1.lockstep import mark
 from vllm_pd.v1.lockstep.core import StepSyncCore, adopt
 from vllm_pd.v1.lockstep.mark import Mark, claim_step_sync
@@ -21,9 +22,10 @@ from vllm_pd.v1.lockstep.store import over_store
 def configuration(additional=None, *, ranks: int = 2, experts: bool = True, interval: int = 1, **parallel):
     """The part of a VllmConfig that is read."""
     parallel = {"data_parallel_size": ranks, "enable_elastic_ep": False, "enable_fault_tolerance": False,
-                "data_parallel_backend": "mp", "data_parallel_master_ip": "127.0.0.1",
-                "data_parallel_hybrid_lb": False, **parallel}
-    return SimpleNamespace(additional_config={} if additional is None else additional,
+                "data_parallel_backend": "mp", "distributed_executor_backend": "uni",
+                "data_parallel_master_ip": "127.0.0.1", "data_parallel_hybrid_lb": False, **parallel}
+    encoders = parallel.pop("encoders", None)
+    return SimpleNamespace(additional_config={} if additional is None else additional, ec_transfer_config=encoders,
                            parallel_config=SimpleNamespace(**parallel),
                            model_config=SimpleNamespace(is_moe=experts),
                            scheduler_config=SimpleNamespace(prefill_schedule_interval=interval))
@@ -72,6 +74,9 @@ def test_where_no_ranks_run_in_lockstep_there_is_nothing_to_count(other):
     ({ADDITIONAL_KEY: True}, {"enable_elastic_ep": True}, "enable_elastic_ep=True"),
     ({ADDITIONAL_KEY: True}, {"enable_fault_tolerance": True}, "enable_fault_tolerance=True"),
     ({ADDITIONAL_KEY: True}, {"data_parallel_backend": "ray"}, "data_parallel_backend='ray'"),
+    ({ADDITIONAL_KEY: True}, {"distributed_executor_backend": "ray"}, "distributed_executor_backend='ray'"),
+    ({ADDITIONAL_KEY: True}, {"encoders": SimpleNamespace(is_ec_producer=True, is_ec_consumer=False,
+                                                          ec_role="ec_producer")}, "ec_transfer_config='ec_producer'"),
 ])
 def test_b80_what_cannot_be_is_refused(additional, more, match):
     """B80: with the key, the value and the cure."""
@@ -162,3 +167,15 @@ def test_b70_an_engine_without_a_mark_is_left_as_it_is(monkeypatch):
     assert seen == ["joined"]
     engine._init_data_parallel(configuration({ADDITIONAL_KEY: Mark(horizon=2)}))
     assert seen == ["joined", "joined", StepSyncOptions(horizon=2)]
+
+
+@pytest.mark.parametrize("words", [
+    ["--additional-config", '{"vllm_pd_step_sync": true}'], ["--config", "FILE"], ["--config=FILE"]])
+def test_b70_the_plugin_sees_that_the_step_sync_is_asked_for(monkeypatch, tmp_path, words):
+    """On the command line, and in the file that it names."""
+    file = tmp_path / "serve.yaml"
+    file.write_text("additional-config: '{\"vllm_pd_step_sync\": true}'\n")
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", *(word.replace("FILE", str(file)) for word in words)])
+    assert is_named("vllm_pd_step_sync") and not is_named("PDConnector")
+    file.unlink()
+    assert is_named("vllm_pd_step_sync") is (words[0] == "--additional-config")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from typing import Any
 
 from vllm_pd.dp.interface import GroupMember
@@ -42,6 +42,6 @@ class Forwards:
     def wait(self) -> None:
         """Wait for the forward passes in flight. All ranks have agreed to run them, so they end."""
         for future in self._unfinished:
-            with contextlib.suppress(CancelledError):  # the executor was shut down; futures.wait would not return
-                future.exception()
+            with contextlib.suppress(Exception):  # who takes the result gets it, too; or the executor was shut down
+                future.result()  # some executors read an answer nowhere else
         self.count_ended()

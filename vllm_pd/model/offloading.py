@@ -11,6 +11,7 @@ looks at the command line, too.
 """
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _OPTION = re.compile(r"--kv[-_]offloading[-_]size(?:=(.*))?", re.DOTALL)
 _HYBRID = re.compile(r"--(no[-_])?(disable[-_]h[-_a-z]*)")
 _HYBRID_FLAG = "disable-hybrid-kv-cache-manager"
+MOST_CHARS = 1 << 20  # of such a file
 _OURS = "broker"  # the key that every configuration of PDConnector has
 
 
@@ -54,8 +56,22 @@ def hybrid_flag() -> bool | None:
 
 
 def is_named(word: str) -> bool:
-    """Whether this process's command line has this word, as the name of a connector or of a setting."""
-    return any(re.search(rf"\b{word}\b", one) for one in sys.argv)
+    """Whether this process's command line, or the file that its --config names, has this word, as the name of a
+    connector or of a setting."""
+    return any(re.search(rf"\b{word}\b", one) for one in (*sys.argv, *_config_files()))
+
+
+def _config_files() -> list[str]:
+    """What the files say that vLLM reads options from."""
+    found = []
+    for place, one in enumerate(sys.argv):
+        name = one.removeprefix("--config=") if one.startswith("--config=") else None
+        if one == "--config":
+            name = "".join(sys.argv[place + 1:place + 2])
+        if name:
+            with contextlib.suppress(OSError, UnicodeDecodeError), open(name, encoding="utf-8") as file:  # vLLM says so
+                found.append(file.read(MOST_CHARS))
+    return found
 
 
 def _refusal(connector: str, size: object) -> ConfigError:

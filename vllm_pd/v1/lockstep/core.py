@@ -68,8 +68,12 @@ class StepSyncCore(DPEngineCoreProc):
 
     def has_work(self) -> bool:
         """V1's; and a rank that is to end stays while others have work."""
-        return super().has_work() or (self.shutdown_state is EngineShutdownState.SHUTTING_DOWN
-                                      and self.step_sync.stay(self.vllm_config.shutdown_timeout))
+        if super().has_work():
+            return True
+        if self.shutdown_state is not EngineShutdownState.SHUTTING_DOWN:
+            return False
+        self._end_pauses("the server shuts down")
+        return self.step_sync.stay(self.vllm_config.shutdown_timeout)
 
     def add_request(self, request: Request, request_wave: int = 0) -> None:
         """V1's without waves: a request may come to any rank, and no other has to know."""
@@ -88,12 +92,7 @@ class StepSyncCore(DPEngineCoreProc):
     def resume_scheduler(self) -> None:
         """V1's of an engine alone: this comes after the same forward pass on all ranks. A pause that some rank has not
         come to yet is given up."""
-        for paused in self._paused:
-            self.step_sync.calls.withdraw(paused)
-        for callback in self._idle_state_callbacks:
-            callback.keywords["future"].set_exception(RuntimeError("resumed before all data-parallel ranks had paused"))
-        self._paused.clear()
-        self._idle_state_callbacks.clear()
+        self._end_pauses("resumed before all data-parallel ranks had paused")
         super(DPEngineCoreProc, self).resume_scheduler()
 
     def reinitialize_distributed(self, *arguments: Any, **keywords: Any) -> str:
@@ -110,11 +109,24 @@ class StepSyncCore(DPEngineCoreProc):
             return
         if request_type is EngineCoreRequestType.UTILITY and self.is_running() and self.step_sync.hold(request):
             return
-        EngineCoreProc._handle_client_request(self, request_type, request)
+        self.step_sync.is_called = True
+        try:
+            EngineCoreProc._handle_client_request(self, request_type, request)
+        finally:
+            self.step_sync.is_called = False
 
     def _pause_complete(self) -> bool:
         """False: it is complete when all ranks have come to their ends."""
         return False
+
+    def _end_pauses(self, reason: str) -> None:
+        """No pause that some rank has not come to yet is waited for any more."""
+        for callback in list(self._idle_state_callbacks):
+            held = next((paused for paused in self._paused if paused[-1] is callback), None)
+            if held is None or self.step_sync.calls.withdraw(held):
+                self._paused = [paused for paused in self._paused if paused is not held]
+                self._idle_state_callbacks.remove(callback)
+                callback.keywords["future"].set_exception(RuntimeError(reason))
 
     def _notify_idle_state_callbacks(self) -> None:
         """This rank has no work any more. A pause that waits for that is complete when all ranks have none."""
@@ -141,12 +153,12 @@ class StepSyncCore(DPEngineCoreProc):
 
     def _make(self, request: UtilityRequest) -> None:
         """Make a call that all ranks make now."""
-        if request not in self._paused:
+        if request[0] != _OURS:
             EngineCoreProc._handle_client_request(self, EngineCoreRequestType.UTILITY, request)
-            return
-        self._paused.remove(request)
-        self._idle_state_callbacks.remove(request[-1])
-        request[-1](self)
+        elif request in self._paused:
+            self._paused.remove(request)
+            self._idle_state_callbacks.remove(request[-1])
+            request[-1](self)
 
     def _look_again(self) -> None:
         """Wait, a little at most, for what this rank stays for."""

@@ -79,3 +79,10 @@ def check_engine(config: VllmConfig) -> None:
     if parallel.data_parallel_backend != "mp":
         raise ConfigError("data_parallel_backend", parallel.data_parallel_backend, "use mp: the step sync was tried "
                           "with ranks that vLLM starts as processes")
+    if parallel.distributed_executor_backend == "ray":
+        raise ConfigError("distributed_executor_backend", "ray", "use mp: Ray's executor begins a forward pass only "
+                          "when its tokens are sampled, and says before that it has ended")
+    encoders = config.ec_transfer_config
+    if encoders is not None and encoders.is_ec_producer and not encoders.is_ec_consumer:
+        raise ConfigError("ec_transfer_config", encoders.ec_role, "remove it: a step of an engine that encodes for "
+                          "others may make no forward pass")

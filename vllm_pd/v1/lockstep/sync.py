@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
 
 from vllm_pd import dp
@@ -34,6 +35,7 @@ logger = logging.getLogger("vllm.pd")
 # after which a rank may request steps of the others. The beginning of a pause is no call: see `rest`.
 RESUMES = frozenset({"resume_scheduler", "wake_up"})
 TOGETHER = RESUMES | {"barrier", "collective_rpc", "execute_dummy_batch"}
+READS = ("is_", "get_", "list_")  # the beginnings of the names of such calls
 LINGER_S = 5.0  # how long a rank that is to end stays for the others at least, where the user has set no drain
 _PAUSE = name_of("pause")
 
@@ -44,19 +46,27 @@ def common_name(request: UtilityRequest) -> int:
     client, _, method, args = request
     if method not in TOGETHER:
         return 0
-    return name_of(f"{kind_of(client, method, args)} {hashlib.blake2b(repr(args).encode()).hexdigest()}")
+    packed = msgspec.msgpack.encode(args, enc_hook=_named)
+    return name_of(f"{kind_of(client, method, args)} {hashlib.blake2b(packed).hexdigest()}")
+
+
+def _named(value: Any) -> str:
+    """What is equal in all processes of something that each has unpickled for itself: its name, or its type's."""
+    named = value if callable(value) else type(value)
+    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', type(value).__name__)}"
 
 
 def most_steps(scheduler: SchedulerInterface, enough: int) -> int:
     """The most forward passes that this rank's requests may still need, the one just scheduled included; `enough` for
-    more. A request that waits for a peer needs none until it is resumed."""
+    more, or where some have yet to begin. A request that waits for a peer needs none until it is resumed."""
+    if scheduler.waiting:
+        return enough
     budget = max(scheduler.max_num_scheduled_tokens, 1)
     most = 1
-    for requests in (scheduler.running, scheduler.waiting):
-        for request in requests:
-            most = max(most, _steps_of(request, budget))
-            if most >= enough:
-                return enough
+    for request in scheduler.running:
+        most = max(most, _steps_of(request, budget))
+        if most >= enough:
+            return enough
     return most
 
 
@@ -68,7 +78,8 @@ def _steps_of(request: Request, budget: int) -> int:
 
 
 class StepSync:
-    """One rank of a group. `calls`: what waits until all ranks make it. `makes_calls`: it makes some of them now."""
+    """One rank of a group. `calls`: what waits until all ranks make it. `makes_calls`: it makes some of them now.
+    `is_called`: it makes another one of its front end's, in which there may be steps, but none of these calls."""
 
     def __init__(self, engine: DPEngineCoreProc, config: VllmConfig, options: StepSyncOptions) -> None:
         """Join the group. Blocks until all ranks have, within `join_s`. Raises GroupFailed, ConfigError."""
@@ -85,8 +96,8 @@ class StepSync:
         self._resume_s = settings.call_wait_s or settings.stall_s
         self._forwards = Forwards(self.member)
         self.calls = UtilityCalls(self.member, settings.call_wait_s, self._wake, common_name, self._fail)
-        self.makes_calls = False
-        self._had_batches = False
+        self.makes_calls = self.is_called = False
+        self._had_passes = False  # of its own in flight, before this step
         self._leave_until_s: float | None = None  # when a rank that is to end ends, on the monotonic clock
         self._over = False
 
@@ -102,7 +113,10 @@ class StepSync:
 
     def hold(self, request: UtilityRequest) -> bool:
         """Whether this call must wait for the other ranks; if so, it is kept. What resumes a rank always waits, also
-        where each rank makes its other calls alone: a rank that is paused may be changed while another one steps."""
+        where each rank makes its other calls alone: a rank that is paused may be changed while another one steps. What
+        only reads waits for nothing."""
+        if request[2].startswith(READS):
+            return False
         return self.calls.hold(request, self._resume_s if request[2] in RESUMES else None)
 
     @contextlib.contextmanager
@@ -110,13 +124,13 @@ class StepSync:
         """Around a step: `make` the calls that all ranks make now. While they come to rest for one, the step has no
         tokens unless another rank has requested it. Raises GroupFailed."""
         self._forwards.count_ended()
-        if self.calls:
+        if self.calls and not self.is_called:
             self.makes_calls = True
             try:
                 self.calls.carry_out(lambda request: (self._forwards.wait(), make(request)))
             finally:
                 self.makes_calls = False
-        self._had_batches = bool(self._engine.batch_queue)
+        self._had_passes = any(batch[1].total_num_scheduled_tokens for batch in self._engine.batch_queue or ())
         if self.member.may_step and self._leave_until_s is None:
             yield
             return
@@ -135,7 +149,7 @@ class StepSync:
         """In a step without a forward pass: run `dummy` if the other ranks wait for one. Not while passes of this
         rank's own are in flight, because their results may be work for the next step. Raises GroupFailed."""
         self._forwards.count_ended()
-        if self._had_batches or self._forwards:
+        if self._had_passes or self._forwards:
             return
         try:
             decision = self.member.before_step(False)
