@@ -12,6 +12,7 @@ from tests.v1.step_sync_group import CountedGroup
 from vllm_pd.dp.interface import StepDecision
 from vllm_pd.dp.member import BaseMember
 from vllm_pd.v1.lockstep.sync import StepSync
+from vllm_pd.v1.scheduler import HandoverScheduling
 
 BROKEN_AFTER_S = 2.0
 FLEETS = len(FORMS)
@@ -73,15 +74,19 @@ def test_a_step_that_is_not_requested_is_found(model_folder, monkeypatch, form):
 
 
 def test_a_step_after_a_resume_that_is_not_requested_is_found(model_folder, monkeypatch):
-    """Only where a parked prompt has its KV and the rank had nothing else to do: all other steps are requested."""
-    forward = StepSync.forward
+    """Only the first one, and only of a rank that has nothing else in it. All other steps are requested."""
+    forward, resume, resumed = StepSync.forward, HandoverScheduling.resume_parked, set()
 
-    def skip(sync, run, *args):
-        running = sync._engine.scheduler.running
-        if len(running) == 1 and running[0].num_external_computed_tokens and running[0].num_output_tokens == 0:
-            return run(*args)
-        return forward(sync, run, *args)
+    def note(scheduler, request):
+        resumed.add(request.request_id)
+        resume(scheduler, request)
 
+    def skip(sync, run, output):
+        first = resumed & output.num_scheduled_tokens.keys()
+        resumed.difference_update(first)
+        return run(output) if len(first) == len(output.num_scheduled_tokens) else forward(sync, run, output)
+
+    monkeypatch.setattr(HandoverScheduling, "resume_parked", note)
     monkeypatch.setattr(StepSync, "forward", skip)
     assert "BrokenBarrierError" in find(model_folder, monkeypatch)
 
