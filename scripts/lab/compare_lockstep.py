@@ -8,7 +8,8 @@
 Two groups of two ranks each, one that prefills and one that decodes: vLLM's engine loop and scheduler, and our binding,
 over simulated memory (`tests/v1/lockstep_histories.py`). What lies between them is simulated, as is the coordinator of
 the waves. A history that breaks off counts as a hang; its groups are replaced. The figures are those of the histories
-that have ended with both. `--calls`: with calls and pauses of all ranks, on which waves do not agree.
+that have ended with both. `--calls`: with calls and pauses of all ranks. Waves agree on pauses only: a call reaches
+each rank between two steps of its own.
 
 No time is measured: a simulated forward pass takes none. Exit status 1 where the step sync has hung.
 """
@@ -20,10 +21,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # tests
 
 from tests.v1 import lockstep_histories, step_sync_group, test_lockstep_groups
 from tests.v1.lockstep_histories import FORMS, PER_FLEET, HistoryFleet, draw_history

@@ -83,8 +83,8 @@ class ParkedIsWork(RpcModel):
 
 
 class RunsForParked(RpcModel):
-    """`latch` is a flag "this rank has requests": set when it gets one that is parked, and reset when it has none. While
-    it is set, the rank makes dummy forwards."""
+    """`latch` is a flag "this rank has requests": set when it gets one that is parked, and reset when none is left.
+    While it is set, the rank makes dummy forwards."""
 
     def parks(self, rank: Rank, tokens: int) -> Rank:
         return super().parks(rank, tokens)._replace(latch=True)

@@ -78,7 +78,8 @@ EXPLORED = {
     "memory, 2 ranks, only parked requests": (ShmModel, PARKED, 29_230),
     "memory, 2 ranks, a parked request beside another": (ShmModel, PARKED_BESIDE_ANOTHER, 30_815),
     "memory, 2 ranks, a parked request, all leave": (ShmModel, A_PARKED_ONE_WHILE_ALL_LEAVE, 11_384),
-    "memory, 2 ranks, a parked request and a call": (ShmModel, Setting(2, Spare(parks=1, calls=1), tokens=(1,)), 22_612),
+    "memory, 2 ranks, a parked request and a call": (
+        ShmModel, Setting(2, Spare(parks=1, calls=1), tokens=(1,)), 22_612),
     "memory, 3 ranks": (ShmModel, Setting(3, Spare(requests=2), tokens=(1,)), 37_221),
     "memory, 3 ranks, a death": (ShmModel, Setting(3, Spare(requests=1, crashes=1)), 13_047),
     "memory, 2 ranks, a call": (ShmModel, A_CALL, 21_495),
