@@ -190,6 +190,7 @@ class HistoryFleet:
         self.wires = HistoryWires(folder, group, in_flight, seed, blocks=blocks)
         self.groups = self.wires.p, self.wires.d
         self.ended: dict[str, int] = {}  # requests, by how they ended
+        self.late_messages = 0  # how often one came after both groups had come to rest
         self._calls = 0
         self._open: list[tuple[Any, int]] = []  # calls that not all ranks have answered
 
@@ -254,7 +255,10 @@ class HistoryFleet:
         before = self.figures()
         time.sleep(QUIET_S)
         wires.carry()
-        assert self.figures() == before, "a group that rests goes on"
+        after = self.figures()
+        # A message that confirms the last step may still be under way.
+        assert after[:2] == before[:2], f"a group that rests goes on: {before}, then {after}"
+        self.late_messages += after.messages != before.messages
         for group in self.groups:
             for loop in group.ranks:
                 self._check(loop.engine)
