@@ -36,7 +36,8 @@ def test_b20_b70_b94_drawn_histories(fleet, request):
         fleet.run(draw_history(number, calls=True))
     executors = [loop.executor for loop in fleet.wires.d.ranks]
     print(f"{first}: {fleet.figures()}, {fleet.ended}, jobs {sum(fleet.wires.done)}, reads {fleet.wires.reads}, "
-          f"left at their resume {fleet.wires.left_at_resume}, preempted {sum(one.preempted for one in executors)}, late messages {fleet.late_messages}")
+          f"left at their resume {fleet.wires.left_at_resume}, preempted {sum(one.preempted for one in executors)}, "
+          f"late messages {fleet.late_messages}")
     assert fleet.ended["length"] and fleet.ended["aborted"] and sum(fleet.wires.done) and fleet.wires.left_at_resume
     assert all(one.calls for one in executors), "no call was made"
 
