@@ -305,12 +305,14 @@ def passes(group: Any) -> list[int]:
 
 
 def at_rest(group: Any) -> bool:
-    """Whether no rank has anything left, and all have made equally many forward passes. Changes nothing: `has_requests`
-    of a scheduler is for its own thread."""
-    return len(set(passes(group))) == 1 and not any(
+    """Whether no rank has anything left, and all have made equally many forward passes, before and after this look:
+    one that has begun a pass since the look at the other one waits in it for that. Changes nothing: `has_requests` of
+    a scheduler is for its own thread."""
+    before = passes(group)
+    return len(set(before)) == 1 and not any(
         loop.core.engines_running or loop.core.scheduler.requests or loop.core.scheduler.finished_req_ids
         or loop.core.batch_queue or loop.core.input_queue.queue or loop.core.output_queue.queue
-        for loop in group.ranks)
+        for loop in group.ranks) and passes(group) == before
 
 
 def spoken(group: Any) -> dict[str, int]:
