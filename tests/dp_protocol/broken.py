@@ -75,6 +75,62 @@ class LatchedRunning(RpcModel):
         return super().ended(rank)._replace(latch=participant.local < participant.agreed)
 
 
+class ParkedIsWork(RpcModel):
+    """A rank makes forwards for a request whose prompt a peer prefills."""
+
+    def works(self, rank: Rank) -> bool:
+        return super().works(rank) or bool(rank.parked)
+
+
+class RunsForParked(RpcModel):
+    """`latch` is a flag "this rank has requests": set when it gets one that is parked, and reset when none is left.
+    While it is set, the rank makes dummy forwards."""
+
+    def parks(self, rank: Rank, tokens: int) -> Rank:
+        return super().parks(rank, tokens)._replace(latch=True)
+
+    def due(self, state: State, rank: Rank) -> bool:
+        return rank.latch or super().due(state, rank)
+
+    def decide(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        rank = rank._replace(latch=rank.latch and bool(rank.parked))
+        participant = Participant(*rank.participant)
+        if rank.latch and not self.works(rank):
+            participant.local += 1
+            yield "dummy", put(state, index, rank._replace(participant=astuple(participant), at=At.DUMMY))
+        else:
+            yield from super().decide(state, index, rank)
+
+
+class ResumesBesideTheQueue(RpcModel):
+    """What a peer says is noted, but it does not go through the queue of the loop, which may be about to wait."""
+
+    def hears(self, rank: Rank, tokens: int) -> Rank:
+        return super().hears(rank, tokens)._replace(queue=rank.queue)
+
+
+class ResumesBesideTheQueueInMemory(ShmModel):
+    """The same by shared memory."""
+
+    def hears(self, rank: Rank, tokens: int) -> Rank:
+        return super().hears(rank, tokens)._replace(queue=rank.queue)
+
+
+class ResumesUnrequested(RpcModel):
+    """`latch`: a request resumes. The next forward is begun without a request, as if the others had seen it, too."""
+
+    def looked(self, rank: Rank) -> Rank:
+        return super().looked(rank)._replace(latch=True)
+
+    def begin(self, state: State, rank: Rank) -> tuple:
+        participant = Participant(*rank.participant)
+        if not (rank.latch and self.works(rank) and participant.local >= participant.agreed):
+            return super().begin(state, rank._replace(latch=False))
+        participant.local += 1
+        begun = rank._replace(participant=astuple(participant), at=At.FORWARD, latch=False)
+        return begun, StepDecision.FORWARD, None, False, max(state.last, participant.local)
+
+
 class CachedStop(RpcModel):
     """`latch` is the decision to stop, made at the end of a forward and kept until the next one."""
 

@@ -40,7 +40,8 @@ GONE = (At.DEAD, At.CLOSED)
 class Rank(NamedTuple):
     """A rank and its messages. `queue`: something is in the input queue. `work`: forwards that its requests still need.
     `woken`: the watching thread has yet to wake the loop. `latch`: for broken variants. `coming`: calls that it has yet
-    to receive. `made`: calls that it has made, and after which forward."""
+    to receive. `made`: calls that it has made, and after which forward. `parked`: the forwards that each request will
+    need whose prompt a peer prefills. `heard`: those of requests that resume, at which its loop has not looked yet."""
     participant: tuple
     at: At = At.LOOP
     queue: bool = False
@@ -55,6 +56,8 @@ class Rank(NamedTuple):
     wakeups: int = 0  # the other ranks that it has yet to wake (shared memory)
     coming: tuple = ()
     made: tuple = ()
+    parked: tuple = ()
+    heard: int = 0
 
 
 class Spare(NamedTuple):
@@ -69,6 +72,7 @@ class Spare(NamedTuple):
     lone_calls: int = 0  # for one
     stops: int = 0
     closes: int = 0
+    parks: int = 0  # requests whose prompts a peer prefills
     postpones: int = 0  # of a call that all receive; unlimited, this could go on for ever
 
 
@@ -162,6 +166,7 @@ class LoopModel:
             for tokens in self.setting.tokens:
                 after = rank._replace(work=rank.work + tokens, queue=True)
                 yield f"gets a request of {tokens}", put(state, index, after, spare=less(spare, "requests"))
+        yield from self.from_peers(state, index, rank)
         if spare.aborts and rank.work:  # or ends early
             yield "aborts", put(state, index, rank._replace(work=0, queue=True), spare=less(spare, "aborts"))
         if spare.pauses and not rank.paused and not left:
@@ -176,6 +181,35 @@ class LoopModel:
             yield f"all are to be called {name}", State(ranks, less(spare, "calls"), state.last, state.fault)
         if rank.at in (At.LOOP, At.CHECK, At.GET) and not rank.wakeups:
             yield from self.utility(state, index, rank)
+
+    def from_peers(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
+        """A prompt goes to a peer, which lets this rank alone know when its KV is there: no front end and no other rank
+        sees that. The client may leave before, or after it until the loop has looked."""
+        spare = state.spare
+        if spare.parks and not Participant(*rank.participant).left:
+            for tokens in self.setting.tokens:
+                yield f"parks one of {tokens}", put(state, index, self.parks(rank, tokens), spare=less(spare, "parks"))
+        for tokens in set(rank.parked):
+            after = rank._replace(parked=without(rank.parked, tokens))
+            yield f"hears that one of {tokens} resumes", put(state, index, self.hears(after, tokens))
+            if spare.aborts:
+                yield f"aborts a parked one of {tokens}", put(state, index, after._replace(queue=True),
+                                                              spare=less(spare, "aborts"))
+        if spare.aborts and rank.heard:
+            yield "aborts one that resumes", put(state, index, rank._replace(heard=0, queue=True),
+                                                 spare=less(spare, "aborts"))
+
+    def parks(self, rank: Rank, tokens: int) -> Rank:
+        """The rank gets such a request."""
+        return rank._replace(parked=tuple(sorted((*rank.parked, tokens))), queue=True)
+
+    def hears(self, rank: Rank, tokens: int) -> Rank:
+        """The KV of one is there. That goes through the queue of the loop."""
+        return rank._replace(heard=rank.heard + tokens, queue=True)
+
+    def looked(self, rank: Rank) -> Rank:
+        """The loop has looked at what has come from peers: that is work from now on."""
+        return rank._replace(work=rank.work + rank.heard, heard=0)
 
     def utility(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """The loop finds a call in its queue, or one that has waited, or has blocked others, for too long."""
@@ -207,9 +241,12 @@ class LoopModel:
 
     def loop(self, state: State, index: int, rank: Rank) -> Iterator[tuple[str, State]]:
         """One move of the engine loop."""
+        if rank.at in (At.LOOP, At.CHECK) and rank.heard:
+            yield "looks", put(state, index, self.looked(rank))
+            return
         match rank.at:
             case At.LOOP:
-                if self.setting.leaves and not Participant(*rank.participant).left and not rank.work:
+                if self.setting.leaves and not Participant(*rank.participant).left and not (rank.work or rank.parked):
                     yield "leaves", self.leave(state, index, rank)
                 if Participant(*rank.participant).call_state.held:
                     yield from self.turn(state, index, rank)
@@ -253,7 +290,7 @@ class LoopModel:
         decision, request = participant.begin(work, self.setting.hint(rank.work), self.setting.lookahead)
         at = {StepDecision.FORWARD: At.FORWARD, StepDecision.DUMMY: At.DUMMY, StepDecision.IDLE: At.CHECK,
               StepDecision.END: At.ENDED}[decision]
-        last = max(state.last, participant.local) if decision is StepDecision.FORWARD else state.last
+        last = max(state.last, participant.local) if decision is StepDecision.FORWARD and rank.work else state.last
         rank = rank._replace(participant=astuple(participant), at=at)
         return rank, decision, request.step if request else None, bool(request and request.urgent), last
 
@@ -311,6 +348,8 @@ class LoopModel:
             return f"one rank is more than a forward ahead: {local}"
         if max(local) > state.last + self.horizon:
             return f"forward {max(local)} is beyond the horizon of {self.horizon} after {state.last}"
+        if max(local) and not state.last:
+            return f"a group that has only parked requests makes a forward: {local}"
         longest = max((rank.made for rank in state.ranks), key=len)
         if any(rank.made != longest[:len(rank.made)] for rank in state.ranks):
             return f"calls are not made alike: {[rank.made for rank in state.ranks]}"
@@ -334,7 +373,7 @@ class LoopModel:
         rest = At.ENDED if all(Participant(*rank.participant).left for rank in state.ranks) else At.GET
         if any(rank.at is not rest for rank in state.ranks):
             return f"a rank hangs: {[rank.at.name for rank in state.ranks]}"
-        if any(rank.work for rank in state.ranks):
+        if any(rank.work or rank.heard or rank.parked for rank in state.ranks):
             return "a request was not served"
         made = {len(rank.made) for rank in state.ranks}
         if len(made) > 1 or not self.setting.expire and made != {self.setting.spare.calls}:

@@ -30,6 +30,9 @@ A_CALL_BEHIND_ONE_THAT_NOT_ALL_RECEIVE = Setting(2, Spare(calls=1, lone_calls=1)
 A_POSTPONED_CALL = Setting(2, Spare(calls=1, lone_calls=1, postpones=1), names=(2,))
 ONE_IS_SHUT_DOWN = Setting(2, Spare(requests=1, closes=1))
 ALL_LEAVE_AND_ONE_ENDS_EARLY = Setting(2, Spare(requests=1, closes=1), leaves=True)
+PARKED = Setting(2, Spare(parks=2, aborts=1))
+PARKED_BESIDE_ANOTHER = Setting(2, Spare(requests=1, parks=1, aborts=1))
+A_PARKED_ONE_WHILE_ALL_LEAVE = Setting(2, Spare(parks=1, aborts=1), leaves=True)
 A_CALL_AND_ALL_LEAVE = Setting(2, Spare(calls=1), leaves=True, expire=True)
 
 # name: model, setting, states
@@ -50,6 +53,11 @@ EXPLORED = {
     "network, 2 ranks, one is shut down": (RpcModel, ONE_IS_SHUT_DOWN, 1_281),
     "network, 2 ranks, all leave, one waits long enough or is shut down": (
         RpcModel, ALL_LEAVE_AND_ONE_ENDS_EARLY, 17_876),
+    "network, 2 ranks, only parked requests": (RpcModel, PARKED, 19_008),
+    "network, 2 ranks, a parked request beside another": (RpcModel, PARKED_BESIDE_ANOTHER, 20_134),
+    "network, 2 ranks, a parked request, all leave": (RpcModel, A_PARKED_ONE_WHILE_ALL_LEAVE, 13_845),
+    "network, 3 ranks, a parked request beside another": (
+        RpcModel, Setting(3, Spare(requests=1, parks=1), tokens=(1,)), 21_775),
     "network, 3 ranks": (RpcModel, Setting(3, Spare(requests=2), tokens=(1,)), 15_888),
     "network, 3 ranks, a death": (RpcModel, Setting(3, Spare(requests=1, crashes=1)), 14_792),
     "network, 4 ranks": (RpcModel, Setting(4, Spare(requests=1), tokens=(2,)), 5_067),
@@ -67,6 +75,11 @@ EXPLORED = {
     "memory, 2 ranks, one is shut down": (ShmModel, ONE_IS_SHUT_DOWN, 1_102),
     "memory, 2 ranks, all leave, one waits long enough or is shut down": (
         ShmModel, ALL_LEAVE_AND_ONE_ENDS_EARLY, 7_978),
+    "memory, 2 ranks, only parked requests": (ShmModel, PARKED, 29_230),
+    "memory, 2 ranks, a parked request beside another": (ShmModel, PARKED_BESIDE_ANOTHER, 30_815),
+    "memory, 2 ranks, a parked request, all leave": (ShmModel, A_PARKED_ONE_WHILE_ALL_LEAVE, 11_384),
+    "memory, 2 ranks, a parked request and a call": (
+        ShmModel, Setting(2, Spare(parks=1, calls=1), tokens=(1,)), 22_612),
     "memory, 3 ranks": (ShmModel, Setting(3, Spare(requests=2), tokens=(1,)), 37_221),
     "memory, 3 ranks, a death": (ShmModel, Setting(3, Spare(requests=1, crashes=1)), 13_047),
     "memory, 2 ranks, a call": (ShmModel, A_CALL, 21_495),
@@ -96,6 +109,11 @@ BROKEN = {
     broken.SenderExcluded: (Setting(2, Spare(requests=1)), "hangs|unequal"),
     broken.EdgeTriggeredWake: (Setting(2, Spare(requests=1)), "hangs|unequal"),
     broken.LatchedRunning: (Setting(2, Spare(requests=1)), "beyond|ahead|hangs|unequal"),
+    broken.ParkedIsWork: (PARKED, "only parked"),
+    broken.RunsForParked: (PARKED, "only parked"),
+    broken.ResumesBesideTheQueue: (PARKED, "not served"),
+    broken.ResumesBesideTheQueueInMemory: (PARKED, "not served"),
+    broken.ResumesUnrequested: (PARKED, "hangs|unequal"),
     broken.CachedStop: (Setting(2, Spare(requests=2)), "hangs|unequal"),
     broken.LeavesAtOnce: (Setting(2, Spare(requests=1), leaves=True), "hangs|unequal"),
     broken.EndsWhenNobodyNeedsIt: (ALL_LEAVE, "before all had left"),

@@ -45,10 +45,13 @@ class BarrierExecutor(StubExecutor):
     def __init__(self, engine: Engine, barrier: threading.Barrier) -> None:
         super().__init__(engine)
         self.barrier, self.forwards, self.calls = barrier, 0, []
+        self.before_pass: Callable[[], None] = lambda: None
+        self.preempted = 0
         self._computed: Any = None
         self._pending: collections.deque = collections.deque()
 
     def execute_model(self, output: Any, non_block: bool = False) -> Future:
+        self.preempted += len(output.preempted_req_ids or ())
         if not output.total_num_scheduled_tokens:
             return super().execute_model(output, non_block)
         self._meet()
@@ -72,8 +75,26 @@ class BarrierExecutor(StubExecutor):
         return []
 
     def _meet(self) -> None:
+        self.before_pass()
         self.forwards += 1
         self.barrier.wait(BARRIER_S)
+
+
+def keep_in_flight(core: Any, steps: int) -> None:
+    """Give an engine so many steps in flight."""
+    if steps > 1:
+        core.batch_queue, core.batch_queue_size = collections.deque(maxlen=2), 2
+        core.step_fn, core.async_scheduling = core.step_with_batch_queue, True
+
+
+def kill(loop: Loop) -> None:
+    """End the loop at its next turn, whatever it has."""
+    def die() -> None:
+        raise SystemExit
+
+    loop.core._handle_shutdown = loop.core._process_engine_step = die
+    loop.core.shutdown_state = EngineShutdownState.REQUESTED
+    loop.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
 class CountedLoop(Loop):
@@ -90,9 +111,7 @@ class CountedLoop(Loop):
         core.publish_dp_lb_stats = True  # as with one front end for all ranks
         core.last_counts = (0, 0)
         core.model_executor = self.executor = BarrierExecutor(self.engine, self.group.barrier)
-        if self.engine.in_flight > 1:
-            core.batch_queue, core.batch_queue_size = collections.deque(maxlen=2), 2
-            core.step_fn, core.async_scheduling = core.step_with_batch_queue, True
+        keep_in_flight(core, self.engine.in_flight)
         try:
             adopt(core, self.engine.config, self.group.options)
             self.group.started.wait(BARRIER_S)
@@ -100,10 +119,6 @@ class CountedLoop(Loop):
         except BaseException as error:
             self.error = error
             self.group.barrier.abort()
-
-    def call(self, number: int, method: str, *arguments: Any, client: int = 0) -> None:
-        """As a front end does: through the queue."""
-        self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (client, number, method, arguments)))
 
 
 class CountedGroup:
@@ -118,11 +133,16 @@ class CountedGroup:
         self.answers: dict[int, list[Any]] = collections.defaultdict(list)  # by the number of a call
         for rank in range(ranks):
             self.ranks[rank] = CountedLoop(folder, rank, self, **settings)
+            self.ranks[rank].answers = self.answers
         self.started.wait(BARRIER_S)
 
     def forwards(self) -> list[int]:
         """How many forward passes each rank has begun."""
         return [loop.executor.forwards for loop in self.ranks]
+
+    def add(self, rank: int, request_id: str, token_ids: list[int], tokens: int) -> None:
+        """A client's request comes."""
+        self.ranks[rank].add(request_id, token_ids, tokens)
 
     def call(self, number: int, method: str, *arguments: Any) -> None:
         """A call of the front end, to all ranks."""
@@ -133,14 +153,7 @@ class CountedGroup:
         """Deliver what the loops have said. Raises what has ended one of them."""
         for loop in self.ranks:
             assert loop.error is None, loop.error
-            while not loop.core.output_queue.empty():
-                client, outputs = loop.core.output_queue.get_nowait()
-                if client == -1:
-                    loop.waves.append(outputs)
-                elif outputs.utility_output is not None:
-                    self.answers[outputs.utility_output.call_id].append(outputs.utility_output.failure_message)
-                else:
-                    loop.engine.deliver({client: outputs})
+            loop.take()
 
     def wait(self, holds: Callable[[], bool]) -> None:
         """Until it holds."""
@@ -157,6 +170,21 @@ class CountedGroup:
         return len(set(self.forwards())) == 1 and not any(
             loop.core.step_sync.due or loop.core.scheduler.has_requests() or not loop.core.input_queue.empty()
             for loop in self.ranks)
+
+    def stop(self) -> None:
+        """As `close`."""
+        self.close()
+
+    def end(self) -> None:
+        """End all loops, wherever they are."""
+        self.barrier.abort()
+        for loop in self.ranks:
+            loop.core.step_sync.member.expect_end()
+            kill(loop)
+        for loop in self.ranks:
+            loop.thread.join(WAIT_S)
+        for loop in self.ranks:
+            loop.core.step_sync.close()
 
     def close(self) -> None:
         """End all loops, as a signal to their processes does."""

@@ -75,6 +75,7 @@ class Loop:
         self.core.scheduler = self.engine.scheduler
         self.executor = self.core.model_executor
         self.waves: list = []
+        self.answers: dict[int, list] = collections.defaultdict(list)  # by the number of a call: what failed, or None
         self.error = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -110,8 +111,14 @@ class Loop:
             client, outputs = self.core.output_queue.get_nowait()
             if client == -1:
                 self.waves.append(outputs)
+            elif outputs.utility_output is not None:
+                self.answers[outputs.utility_output.call_id].append(outputs.utility_output.failure_message)
             else:
                 self.engine.deliver({client: outputs})
+
+    def call(self, number: int, method: str, *arguments, client: int = 0) -> None:
+        """As a front end does: through the queue."""
+        self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (client, number, method, arguments)))
 
     def sleeps(self) -> bool:
         """Whether the loop waits in its queue, as far as it can be seen from here."""

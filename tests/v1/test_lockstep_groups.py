@@ -15,40 +15,34 @@ from vllm.config import ParallelConfig
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc
 
-from tests.v1.test_engine_access import Loop, StubExecutor
+from tests.v1.step_sync_group import BarrierExecutor, keep_in_flight, kill
+from tests.v1.test_engine_access import Loop
 from tests.v1.test_hazards import prompt
-from vllm_pd.protocol.actions import Cancelled, FallbackReason, Prefill, Released
-from vllm_pd.protocol.messages import Attempt
+from vllm_pd.protocol.actions import Cancelled, FallbackReason, Prefill, Prefilled, Released
+from vllm_pd.protocol.messages import Attempt, Timings
 
 MEET_S = 20.0
 RANKS = 2
 SYNC_INTERVAL = 16  # steps; vLLM's default
 
 
-class LockstepExecutor(StubExecutor):
+class LockstepExecutor(BarrierExecutor):
     """Its forward passes, dummies included, are those of all ranks. A step without tokens makes none."""
 
     def __init__(self, engine, meeting: threading.Barrier) -> None:
-        super().__init__(engine)
-        self.meeting, self.forwards, self.is_killed = meeting, 0, False
+        super().__init__(engine, meeting)
+        self.is_killed = False
         self.in_empty_step = lambda: None  # what happens during a step without tokens
 
     def execute_model(self, output, non_block=False):
-        if output.total_num_scheduled_tokens:
-            self._meet()
-        else:
+        if not output.total_num_scheduled_tokens:
             self.in_empty_step()
         return super().execute_model(output, non_block)
 
-    def execute_dummy_batch(self):
-        super().execute_dummy_batch()
-        self._meet()
-
     def _meet(self):
         if self.is_killed:
-            self.meeting.abort()
-        self.forwards += 1
-        self.meeting.wait(MEET_S)
+            self.barrier.abort()
+        super()._meet()
 
 
 class Exchange:
@@ -56,11 +50,13 @@ class Exchange:
 
     def __init__(self) -> None:
         self.meeting, self.rows = threading.Barrier(RANKS), [(False, False)] * RANKS
+        self.reduced = 0  # how often, by both ranks
 
     def reduce(self, rank: int, has_unfinished: bool, pending_pause: bool) -> tuple[bool, bool]:
         self.rows[rank] = has_unfinished, pending_pause
         self.meeting.wait(MEET_S)
         unfinished, pauses = zip(*self.rows, strict=True)
+        self.reduced += rank == 0
         self.meeting.wait(MEET_S)
         return any(unfinished) or 0 < sum(pauses) < RANKS, all(pauses)
 
@@ -78,6 +74,7 @@ class Rank(Loop):
         core.dp_group = self
         core.dp_sync_interval = SYNC_INTERVAL
         core.model_executor = self.executor = LockstepExecutor(self.engine, self.group.meeting)
+        keep_in_flight(core, self.engine.in_flight)
         self.group.started.wait(MEET_S)
         super()._run()
 
@@ -92,6 +89,7 @@ class Group:
         self.ranks = [Rank(folder, rank, self, **settings) for rank in range(RANKS)]
         self.wave, self.runs = 0, False  # as the ranks have said
         self.is_started = False  # as the front end believes until a rank reports; vLLM's looks again later
+        self.starts = 0  # messages
 
     def add(self, rank: int, request_id: str, token_ids: list[int], tokens: int) -> None:
         """A client's request comes."""
@@ -118,6 +116,7 @@ class Group:
     def _start(self, but: int) -> None:
         for loop in self.ranks:
             if loop.rank != but:
+                self.starts += 1
                 loop.core.input_queue.put_nowait((EngineCoreRequestType.START_DP_WAVE, (self.wave, but)))
 
     def rests(self) -> bool:
@@ -130,14 +129,24 @@ class Group:
         for loop in self.ranks:
             loop.stop()
 
+    def end(self) -> None:
+        """End all loops, wherever they are."""
+        self.meeting.abort()
+        self.exchange.meeting.abort()
+        for loop in self.ranks:
+            kill(loop)
+        for loop in self.ranks:
+            loop.thread.join(MEET_S)
+
 
 class Wires:
     """Two groups, and the jobs between them. `jobs`: the attempts that a P has, and at which rank under which name."""
 
-    def __init__(self, folder, **of_d) -> None:
-        self.p = Group(folder, role="kv_producer", push_chunks=False, batch_tokens=256)
-        self.d = Group(folder, role="kv_consumer", batch_tokens=256, **of_d)
-        self.draw = random.Random(14)
+    def __init__(self, folder, group=Group, in_flight: int = 1, seed: int = 14, **of_d) -> None:
+        """`group`: makes each of the two."""
+        self.p = group(folder, role="kv_producer", push_chunks=False, batch_tokens=256, in_flight=in_flight)
+        self.d = group(folder, role="kv_consumer", batch_tokens=256, in_flight=in_flight, **of_d)
+        self.draw = random.Random(seed)
         self.jobs: dict[Attempt, tuple[Rank, Attempt]] = {}
         self.over: set[Attempt] = set()
         self.cancelled: set[Attempt] = set()
@@ -188,9 +197,14 @@ class Wires:
         if attempt in loop.engine.protocol.aborted:
             loop.engine.tell(Released(attempt))
         elif said[-1] == "sent":
-            loop.engine.prefilled(attempt.request_id)
+            self._resume(loop, attempt)
         else:
             raise AssertionError(f"P gave {attempt} up: {said}")
+
+    def _resume(self, loop: Rank, attempt: Attempt) -> None:
+        """All KV of this attempt is there."""
+        loop.engine.write(attempt)
+        loop.engine.tell(Prefilled(attempt, Timings()))
 
     def open_jobs(self) -> list[Attempt]:
         """Those of which P has not said the last word."""
@@ -229,23 +243,22 @@ class Wires:
             loop.engine.check_at_rest()
 
 
-@pytest.fixture
-def wires(model_folder, monkeypatch, request):
+def exchange_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of each Group reduce over its Exchange."""
     def sync(rank: Rank, has_unfinished: bool, pending_pause: bool = False) -> tuple[bool, bool]:
         return rank.group.exchange.reduce(rank.rank, has_unfinished, pending_pause)
 
     monkeypatch.setattr(ParallelConfig, "sync_dp_state", staticmethod(sync))
     monkeypatch.setattr(ParallelConfig, "has_unfinished_dp", staticmethod(lambda *given: sync(*given)[0]))
+
+
+@pytest.fixture
+def wires(model_folder, monkeypatch, request):
+    exchange_here(monkeypatch)
     wires = Wires(model_folder, **getattr(request, "param", {}))
     yield wires
     for group in (wires.p, wires.d):
-        group.meeting.abort()
-        group.exchange.meeting.abort()
-        for loop in group.ranks:
-            if loop.thread.is_alive():
-                loop.core.shutdown_state = type(loop.core.shutdown_state).REQUESTED
-                loop.core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
-                loop.thread.join(MEET_S)
+        group.end()
 
 
 def ask(wires: Wires, names: list[str], longest: int = 200) -> None:
