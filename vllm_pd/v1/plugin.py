@@ -14,7 +14,7 @@ from vllm_pd.model.installation import check_installation
 from vllm_pd.model.offloading import check_command_line, hybrid_flag, is_named
 
 CONNECTOR = "PDConnector"
-STEP_SYNC = "vllm_pd_step_sync"  # in additional_config
+STEP_SYNC, STEP_SYNC_MODULE = "vllm_pd_step_sync", "vllm_pd.v1.lockstep.activate"  # the key in additional_config
 MODULES = {CONNECTOR: "vllm_pd.v1.activate", "PDStoreConnector": "vllm_pd.v1.store.activate"}
 
 
@@ -30,4 +30,4 @@ def register() -> None:
     if hybrid_flag() is not None and is_named(CONNECTOR):
         importlib.import_module(MODULES[CONNECTOR])
     if is_named(STEP_SYNC):
-        importlib.import_module("vllm_pd.v1.lockstep.activate")
+        importlib.import_module(STEP_SYNC_MODULE)
