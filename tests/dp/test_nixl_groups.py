@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""0.9.2's own NixlConnector between two groups of two ranks in lockstep: P prefills, D decodes.
+
+Requests that wait for KV at one rank go on when a worker there sees that its transfer has ended. No front end takes
+part in that, and upstream's waves know of front ends' requests only. The connector is upstream's, but for what a CPU
+cannot do: nixl_on_cpu.py says what. Last test: a planted defect is found by the deadline of the first ones.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import pytest
+import zmq
+from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, at_rest, forwards
+
+from vllm_pd.bench.dp.group import Group
+from vllm_pd.rpc.ports import take_free, take_free_run
+
+HOST = "127.0.0.1"
+BLOCK_TOKENS = 16
+BLOCKS = 2048  # of a rank; each is a descriptor in lists that the connector makes in Python
+QUIET_S = 2.0  # how long a group at rest is watched
+DEFECT_S = 15.0  # for a request that takes less than a second
+LONG = [number for number, prompt in enumerate(PROMPTS) if len(prompt) >= BLOCK_TOKENS]  # others have no KV to send
+SHORT = [number for number, prompt in enumerate(PROMPTS) if len(prompt) < BLOCK_TOKENS]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+
+class Relay:
+    """Passes a rank of D's question for the memory of a rank of P on, once it is opened: until then the requests of
+    that pair are parked, because nothing answers."""
+
+    def __init__(self) -> None:
+        self.port, self.target = take_free(HOST), 0
+        self._open, self._end = threading.Event(), threading.Event()
+        self._context = zmq.Context()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """Pass on what has come, and will come."""
+        self._open.set()
+
+    def close(self) -> None:
+        self._end.set()
+        self._open.set()
+        self._thread.join(BOUND_S)
+        self._context.destroy(0)
+
+    def _run(self) -> None:
+        asked = self._context.socket(zmq.ROUTER)
+        asked.bind(f"tcp://{HOST}:{self.port}")
+        while not self._end.is_set():
+            if not asked.poll(100):
+                continue
+            asker, blank, question = asked.recv_multipart()
+            self._open.wait()
+            if self._end.is_set():
+                return
+            with self._context.socket(zmq.REQ) as target:
+                target.setsockopt(zmq.RCVTIMEO, int(BOUND_S * 1000))
+                target.setsockopt(zmq.LINGER, 0)
+                target.connect(f"tcp://{HOST}:{self.target}")
+                target.send(question)
+                asked.send_multipart([asker, blank, target.recv()])
+
+
+class Groups(NamedTuple):
+    """P, D, and the relay between each rank of P and each of D, by (P's, D's)."""
+    p: Group
+    d: Group
+    relays: dict[tuple[int, int], Relay]
+
+    def prefill(self, number: int, p_rank: int, name: str) -> dict:
+        """P's answer for PROMPTS[number]: see dp_driver.prefill."""
+        return self.p.submit("prefill", request=name, prompt=PROMPTS[number], rank=p_rank).result(BOUND_S)
+
+    def request(self, number: int, pair: tuple[int, int], name: str) -> dict:
+        """The arguments for D of a request for PROMPTS[number] that P has prefilled. D has to have the same name for
+        it: the notice that ends P's hold is that name."""
+        kv = self.prefill(number, pair[0], name)["kv"]
+        relay = self.relays[pair]
+        relay.target = kv["remote_port"]
+        kv = kv | {"remote_port": relay.port}
+        return {"prompt": PROMPTS[number], "rank": pair[1], "max_tokens": MAX_TOKENS[number], "name": name,
+                "extra_args": {"kv_transfer_params": kv}}
+
+    def requests_of(self, group: Group) -> list[dict]:
+        """What each rank's scheduler holds: see NixlProbe.probe_requests."""
+        return [answer[0] for answer in group.call("collective_rpc", "probe_requests")]
+
+    def until(self, group: Group, holds: Callable[[list[dict]], bool]) -> list[dict]:
+        """Waits until that holds of `requests_of`."""
+        deadline = time.monotonic() + BOUND_S
+        while not holds(counts := self.requests_of(group)):
+            assert time.monotonic() < deadline, counts
+            time.sleep(0.1)
+        return counts
+
+
+@pytest.fixture(scope="module")
+def groups(moe, logs, start_group) -> Iterator[Groups]:
+    """P and D, up, with every relay shut and their probes at zero."""
+    with contextlib.ExitStack() as stack:
+        both = []
+        for name, role in (("p", "kv_producer"), ("d", "kv_consumer")):
+            both.append(start_group(
+                moe, 2, log=logs / f"nixl_{name}.log", enable_expert_parallel=True, num_gpu_blocks_override=BLOCKS,
+                worker_extension_cls="nixl_on_cpu.NixlProbe",
+                kv_transfer_config={"kv_connector": "NixlConnectorOnCpu", "kv_connector_module_path": "nixl_on_cpu",
+                                    "kv_role": role, "engine_id": f"nixl-{name}"},
+                environment={"VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+                             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(take_free_run(HOST, 2))}))  # fmt: skip
+            stack.callback(both[-1].close)
+        relays = {(p_rank, d_rank): Relay() for p_rank in (0, 1) for d_rank in (0, 1)}
+        for group in both:
+            group.ready().start_probe()
+        yield Groups(*both, relays)
+        for relay in relays.values():
+            relay.close()
+
+
+def quiet(group: Group) -> list[dict]:
+    """The probes of a group that has come to rest, after QUIET_S more: it ran no forward pass, and no dummy."""
+    at_rest(group)
+    group.start_probe()
+    time.sleep(QUIET_S)
+    probes = group.take_probe()
+    assert forwards(probes) == [0, 0]
+    return probes
+
+
+def no_waves(probes: list[dict]) -> None:
+    """No collective about the end of a wave; the coordinator got counts of requests and nothing else."""
+    assert [probe["collectives"] for probe in probes] == [0, 0]
+    assert {name for probe in probes for fields in probe["coordinator"] for name in fields} <= {"scheduler_stats"}
+
+
+def answers(asked: list[Future], numbers: list[int], expected: list[list[int]], bound_s: float = BOUND_S) -> None:
+    """Each request is answered in time, with the tokens of one plain engine. Raises TimeoutError."""
+    for future, number in zip(asked, numbers, strict=True):
+        assert future.result(bound_s)["tokens"] == expected[number]
+
+
+def test_nothing_can_speak_of_waves(groups):
+    """No message between front ends, engines and the coordinator has a word for a wave."""
+    names = groups.d.call("collective_rpc", "probe_names")[0][0]
+    assert "DP_STEP" in names and "scheduler_stats" in names
+    assert not [name for name in names if "wave" in name.lower()]
+
+
+def test_kv_that_arrives_at_one_rank_wakes_the_other(groups, expected):
+    """One request at D's rank 1, parked; rank 0 has none. Neither runs a forward pass, but rank 1's loop runs steps
+    without tokens. When its KV comes, which no front end knows of, both run equally many, rank 0 only dummies."""
+    number = next(each for each in LONG if MAX_TOKENS[each] == 9)
+    asked = groups.d.generate(**groups.request(number, (0, 1), "alone"))
+    groups.until(groups.d, lambda counts: counts[1]["parked"] == 1)
+    probes = quiet(groups.d)
+    assert probes[1]["empty"] > 0 and not asked.done()
+    groups.d.start_probe()
+    groups.relays[0, 1].open()
+    answers([asked], [number], expected)
+    probes = at_rest(groups.d)
+    assert forwards(probes)[0] >= 9
+    assert {step[2] for step in probes[0]["steps"]} == {"dummy"}
+    no_waves(probes)
+    quiet(groups.d)
+
+
+def test_parked_requests_some_aborted_beside_local_ones(groups, expected):
+    """Two parked requests at each rank of D; one of each is aborted while it waits. Others are served meanwhile."""
+    pairs = [(1, 0), (1, 1), (0, 0), (1, 1)]
+    numbers = LONG[10:14]
+    parked = [groups.request(number, pair, f"parked{number}") for number, pair in zip(numbers, pairs, strict=True)]
+    stay = [groups.d.generate(**each) for each in parked[:2]]
+    go = [groups.d.submit("given_up", request=each["name"], prompt=each["prompt"], rank=each["rank"], patience_s=3.0,
+                          params={"max_tokens": each["max_tokens"], "ignore_eos": True,
+                                  "extra_args": each["extra_args"]}) for each in parked[2:]]  # fmt: skip
+    groups.until(groups.d, lambda counts: [each["parked"] for each in counts] == [2, 2])
+    local = [groups.d.generate(PROMPTS[number], rank=number % 2, max_tokens=MAX_TOKENS[number]) for number in SHORT[:6]]
+    answers(local, SHORT[:6], expected)
+    assert [each.result(BOUND_S) for each in go] == [True, True]
+    groups.until(groups.d, lambda counts: [each["parked"] for each in counts] == [1, 1])
+    probes = quiet(groups.d)
+    assert all(probe["empty"] > 0 for probe in probes) and not any(each.done() for each in stay)
+    for relay in groups.relays.values():
+        relay.open()
+    answers(stay, numbers[:2], expected)
+    no_waves(at_rest(groups.d))
+    quiet(groups.d)
+
+
+def test_both_groups_give_the_tokens_of_one_engine(groups, expected):
+    """40 requests over all pairs of ranks, local ones at D between them: tokens equal, equally many forward passes in
+    each group, none at rest."""
+    numbers = list(range(20, 60))
+    pairs = [(number % 2, 1 if number % 5 else 0) for number in numbers]
+    for group in groups[:2]:
+        at_rest(group)
+        group.start_probe()
+    asked, local = [], []
+    for number, pair in zip(numbers, pairs, strict=True):
+        asked.append(groups.d.generate(**groups.request(number, pair, f"pd{number}")))
+        if number % 4 == 0:
+            local.append(groups.d.generate(PROMPTS[number + 1], rank=number // 4 % 2,
+                                           max_tokens=MAX_TOKENS[number + 1]))  # fmt: skip
+    answers(asked, numbers, expected)
+    answers(local, [number + 1 for number in numbers if number % 4 == 0], expected)
+    for group in groups[:2]:
+        probes = at_rest(group)
+        assert forwards(probes)[0] > 20
+        no_waves(probes)
+        assert any(probe["coordinator"] for probe in probes)
+        quiet(group)
+
+
+def test_p_frees_what_was_read_in_its_next_step(groups):
+    """P keeps the blocks of what it prefilled until D has read them. It looks for D's notices only in steps of its own,
+    and a rank without requests makes none, neither here nor upstream. Nothing stays after the next request."""
+    number = LONG[0]
+    kept = groups.request(number, (0, 0), "kept")
+    assert groups.requests_of(groups.p)[0]["kept"] > 0
+    assert [probe["empty"] for probe in quiet(groups.p)] == [0, 0]
+    groups.d.generate(**kept).result(BOUND_S)
+    deadline = time.monotonic() + BOUND_S
+    while any(counts["kept"] + counts["live"] for counts in groups.requests_of(groups.p)):
+        assert time.monotonic() < deadline
+        for rank in (0, 1):
+            groups.p.generate(PROMPTS[SHORT[0]], rank=rank, max_tokens=2).result(BOUND_S)
+    assert groups.requests_of(groups.d) == [{"parked": 0, "kept": 0, "live": 0}] * 2
+    for group in groups[:2]:
+        quiet(group)
+
+
+def test_a_planted_defect_is_found(groups, expected):
+    """D's rank 0 keeps up with no other rank: a request whose KV comes to rank 1 ends in no time. Ends the group."""
+    number = next(each for each in LONG if MAX_TOKENS[each] == 9)
+    whole = groups.request(number, (1, 1), "whole")
+    answers([groups.d.generate(**whole)], [number], expected, DEFECT_S)
+    hangs = groups.request(number, (1, 1), "hangs")
+    groups.d.call("collective_rpc", "probe_plant", None, [0])
+    with pytest.raises(TimeoutError):
+        answers([groups.d.generate(**hangs)], [number], expected, DEFECT_S)
