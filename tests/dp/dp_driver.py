@@ -16,6 +16,8 @@ from ray_cluster import cluster, find
 
 from vllm_pd.bench.dp.driver import ASKS, FrontEnd, serve
 
+CLIENTS: dict[str, asyncio.Task] = {}  # of `given_up`, by request
+
 
 async def health(engine: Any, ask: dict) -> bool:
     """As /health does: raises where an engine is dead."""
@@ -61,12 +63,16 @@ async def prefill(engine: Any, ask: dict) -> dict:
 
 
 async def given_up(engine: Any, ask: dict) -> bool:
-    """Sends one request as `generate`, and goes away after `patience_s`, as a client does. Whether it was that late."""
-    try:
-        await asyncio.wait_for(ASKS["generate"](engine, ask), ask["patience_s"])
-    except TimeoutError:
-        return True
-    return False
+    """Sends one request as `generate`, whose client goes away at `go_away`. Whether it was still waiting then."""
+    client = asyncio.create_task(ASKS["generate"](engine, ask))
+    CLIENTS[ask["request"]] = client
+    await asyncio.wait([client])
+    return client.cancelled()
+
+
+async def go_away(engine: Any, ask: dict) -> bool:
+    """Ends the client of that request of `given_up`. Whether it was still waiting."""
+    return CLIENTS.pop(ask["request"]).cancel()
 
 
 class FinishedCounter:
@@ -130,7 +136,7 @@ def main() -> None:
             find()
             stack.enter_context(cluster(arguments["data_parallel_size"]))
         asks = ASKS | {"health": health, "counts": counts, "in_flight": in_flight, "chosen": chosen,
-                       "finished": finished, "prefill": prefill, "given_up": given_up}
+                       "finished": finished, "prefill": prefill, "given_up": given_up, "go_away": go_away}
         asyncio.run(serve(read_fd, write_fd, arguments, FrontEnds, asks))
 
 
