@@ -35,8 +35,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy]
 
 
 class Relay:
-    """Between a rank of D, which asks for the memory of a rank of P, and that rank. It passes the question on only after
-    `open`. Until then the requests of this pair are parked. `port` is where D asks, `target` the port of P's rank."""
+    """Between a rank of D, which asks for the memory of a rank of P, and that rank. It passes the question on after
+    `open`; until then the requests of this pair are parked. `port` is where D asks, `target` the port of P's rank."""
 
     def __init__(self) -> None:
         self.port, self.target = take_free(HOST), 0
