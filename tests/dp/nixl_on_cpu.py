@@ -90,7 +90,7 @@ class NixlProbe(StepProbe):
         return {"parked": parked, "kept": kept, "live": len(requests) - parked - kept}
 
     def probe_names(self) -> list[str]:
-        """The names of all that front ends, engines and the coordinator can say to each other."""
+        """The names of all message types, and of the fields, between front ends, engines and the coordinator."""
         from vllm.v1 import engine
         return [*engine.EngineCoreRequestType.__members__, *engine.EngineCoreRequest.__struct_fields__,
                 *engine.EngineCoreOutputs.__struct_fields__]  # fmt: skip
@@ -110,6 +110,7 @@ class NixlProbe(StepProbe):
 
 
 def _count(worker: Any) -> None:
+    """Wraps what runs a step without tokens, and the queue of this engine's outputs, to count both."""
     runner, queue = worker.model_runner, worker._probe_engine.output_queue
     empty, put = runner.kv_connector_no_forward, queue.put_nowait
 

@@ -29,7 +29,7 @@ BLOCKS = 2048
 QUIET_S = 2.0  # how long a group at rest is watched
 DEFECT_S = 15.0  # for a request that takes less than a second
 LONG = [number for number, prompt in enumerate(PROMPTS) if len(prompt) >= BLOCK_TOKENS]  # others have no KV to send
-CHOSEN = next(number for number in LONG if MAX_TOKENS[number] == 9)  # where a test needs a single one
+CHOSEN = next(number for number in LONG if MAX_TOKENS[number] == 9)
 SHORT = [number for number, prompt in enumerate(PROMPTS) if len(prompt) < BLOCK_TOKENS]
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy]
 
@@ -75,22 +75,20 @@ class Relay:
 
 
 class Groups(NamedTuple):
-    """P, D, and the relay between each rank of P and each of D, by (P's, D's)."""
+    """P, D, and the relay between each rank of P and each of D, by (P's, D's). `firsts`: P's token of each request."""
     p: Group
     d: Group
     relays: dict[tuple[int, int], Relay]
-
-    def prefill(self, number: int, p_rank: int, name: str) -> dict:
-        """P's answer for PROMPTS[number]: see dp_driver.prefill."""
-        return self.p.submit("prefill", request=name, prompt=PROMPTS[number], rank=p_rank).result(BOUND_S)
+    firsts: dict[str, int]
 
     def request(self, number: int, pair: tuple[int, int], name: str) -> dict:
         """The arguments for D of a request for PROMPTS[number] that P has prefilled. D has to have the same name for
         it: the notice that ends P's hold is that name."""
-        kv = self.prefill(number, pair[0], name)["kv"]
+        answer = self.p.submit("prefill", request=name, prompt=PROMPTS[number], rank=pair[0]).result(BOUND_S)
+        [self.firsts[name]] = answer["tokens"]
         relay = self.relays[pair]
-        relay.target = kv["remote_port"]
-        kv = kv | {"remote_port": relay.port}
+        relay.target = answer["kv"]["remote_port"]
+        kv = answer["kv"] | {"remote_port": relay.port}
         return {"prompt": PROMPTS[number], "rank": pair[1], "max_tokens": MAX_TOKENS[number], "name": name,
                 "extra_args": {"kv_transfer_params": kv}}
 
@@ -124,7 +122,7 @@ def groups(moe, logs, start_group) -> Iterator[Groups]:
         relays = {(p_rank, d_rank): Relay() for p_rank in (0, 1) for d_rank in (0, 1)}
         for group in both:
             group.ready().start_probe()
-        yield Groups(*both, relays)
+        yield Groups(*both, relays, {})
         for relay in relays.values():
             relay.close()
 
@@ -227,6 +225,7 @@ def test_both_groups_give_the_tokens_of_one_engine(groups, expected):
             local.append(groups.d.generate(PROMPTS[number], rank=number // 4 % 2, max_tokens=MAX_TOKENS[number]))
     answers(asked, numbers, expected)
     answers(local, local_numbers, expected)
+    assert all(groups.firsts[f"pd{number}"] == expected[number][0] for number in numbers)
     own = sum(len(PROMPTS[number]) + MAX_TOKENS[number] - 1 for number in local_numbers)
     assert 0 < computed(at_rest(groups.d)) <= own + sum(map(computed_at_d, numbers))  # less where D has a prefix
     for group in groups[:2]:
@@ -257,9 +256,12 @@ def test_p_frees_what_was_read_in_its_next_step(groups):
 
 
 def test_a_planted_defect_is_found(groups, expected):
-    """D's rank 0 keeps up with no other rank: a request whose KV comes to rank 1 ends in no time. Ends the group."""
-    whole, hangs = (groups.request(CHOSEN, (1, 1), name) for name in ("whole", "hangs"))
-    answers([groups.d.generate(**whole)], [CHOSEN], expected, DEFECT_S)
+    """D's rank 0 keeps up with no other rank: a request whose KV comes to rank 1 is never answered, which takes less
+    than a second before. Ends the group."""
+    # D has no prefix of these.
+    before, after = [number for number in LONG if number > 60 and MAX_TOKENS[number] == 9][:2]
+    requests = [groups.request(number, (1, 1), f"plant{number}") for number in (before, after)]
+    answers([groups.d.generate(**requests[0])], [before], expected, DEFECT_S)
     groups.d.call("collective_rpc", "probe_plant", None, [0])
     with pytest.raises(TimeoutError):
-        answers([groups.d.generate(**hangs)], [CHOSEN], expected, DEFECT_S)
+        answers([groups.d.generate(**requests[1])], [after], expected, DEFECT_S)
