@@ -2,17 +2,21 @@
 """The driver of a group with what only tests need: more asks, several front ends, Ray.
 
 `front_ends` in the arguments is their number, as there may be several API servers; `front` in a line names one.
+`environment` has variables of the environment, for the engines too.
 """
 
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from typing import Any
 
 from ray_cluster import cluster, find
 
 from vllm_pd.bench.dp.driver import ASKS, FrontEnd, serve
+
+CLIENTS: dict[str, asyncio.Task] = {}  # of `given_up`, by request
 
 
 async def health(engine: Any, ask: dict) -> bool:
@@ -42,6 +46,35 @@ async def finished(engine: Any, ask: dict) -> list[int]:
             for loggers in engine.stat_loggers]
 
 
+async def prefill(engine: Any, ask: dict) -> dict:
+    """Sends one request of one token to an engine with a KV connector. Its `tokens`, and the `kv` of its answer: the
+    `kv_transfer_params` for the engine that decodes."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    remote = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+              "remote_host": None, "remote_port": None}  # fmt: skip
+    params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True,
+                            extra_args={"kv_transfer_params": remote})
+    prompt = TokensPrompt(prompt_token_ids=ask["prompt"])
+    async for output in engine.generate(prompt, params, ask["request"], data_parallel_rank=ask["rank"]):
+        answer = {"tokens": list(output.outputs[0].token_ids), "kv": output.kv_transfer_params}
+    return answer
+
+
+async def given_up(engine: Any, ask: dict) -> bool:
+    """Sends one request as `generate`, whose client goes away at `go_away`. Whether it was still waiting then."""
+    client = asyncio.create_task(ASKS["generate"](engine, ask))
+    CLIENTS[ask["request"]] = client
+    await asyncio.wait([client])
+    return client.cancelled()
+
+
+async def go_away(engine: Any, ask: dict) -> bool:
+    """Ends the client of that request of `given_up`. Whether it was still waiting."""
+    return CLIENTS.pop(ask["request"]).cancel()
+
+
 class FinishedCounter:
     """Counts the requests that one rank has finished, in place of one of vLLM's statistics loggers."""
 
@@ -63,6 +96,10 @@ class FrontEnds(FrontEnd):
 
     def __init__(self, arguments: dict, pipes: tuple[int, int]) -> None:
         self._count = arguments.pop("front_ends", 1)
+        os.environ.update(arguments.pop("environment", {}))
+        if connector := arguments.get("kv_transfer_config"):
+            from vllm.config import KVTransferConfig
+            arguments["kv_transfer_config"] = KVTransferConfig(**connector)
         self.stat_loggers = None if arguments["disable_log_stats"] else [FinishedCounter]
         super().__init__(arguments, pipes)
 
@@ -99,7 +136,7 @@ def main() -> None:
             find()
             stack.enter_context(cluster(arguments["data_parallel_size"]))
         asks = ASKS | {"health": health, "counts": counts, "in_flight": in_flight, "chosen": chosen,
-                       "finished": finished}
+                       "finished": finished, "prefill": prefill, "given_up": given_up, "go_away": go_away}
         asyncio.run(serve(read_fd, write_fd, arguments, FrontEnds, asks))
 
 
