@@ -77,7 +77,8 @@ class PickerCall:
         if mode == Mode.BUFFERED:
             answer = await self.read()
             assert answer.WhichOneof("response") == "request_headers", answer
-            assert not answer.request_headers.response.header_mutation.set_headers
+            mutation = answer.request_headers.response.header_mutation
+            assert not mutation.set_headers and list(mutation.remove_headers) == [NAME]
         await self.body(data)
         found = destination(await self.read())
         if mode in (Mode.FULL_DUPLEX_STREAMED, None):

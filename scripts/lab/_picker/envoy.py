@@ -28,7 +28,6 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
     address in the header. With `engines` (ports) it knows these itself, takes the address from metadata, goes on to the
     next one where an engine can't be reached, and tells the picker which has answered. `subset`: the endpoints to pick
     from. `tls`: the validation context for the picker's certificate."""
-    duplex = mode is EnvoyBodyMode.DUPLEX
     filters: list[dict[str, Any]] = []
     if subset is not None:
         filters.append(_filter("set_metadata", "set_metadata.v3.Config", {"metadata": [
@@ -37,7 +36,7 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},  # without a timeout, which were that of an answer
         "failure_mode_allow": False, "message_timeout": "5s",
         "processing_mode": {"request_header_mode": "SEND", "request_body_mode": mode.value,
-                            "request_trailer_mode": "SEND" if duplex else "SKIP", "response_header_mode": "SEND",
+                            "request_trailer_mode": "SEND", "response_header_mode": "SEND",
                             "response_body_mode": response_mode, "response_trailer_mode": "SEND"},
         "metadata_options": {"forwarding_namespaces": {"untyped": ["envoy.lb", SUBSET_HINT]},
                              "receiving_namespaces": {"untyped": ["envoy.lb"]}}}))
