@@ -2,6 +2,7 @@
 """The endpoint picker, by gRPC, before faulty engines: the protocol, its bounds, and what is counted as open where."""
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -29,6 +30,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.picker import server as server_module
 from vllm_pd.picker import wire
 from vllm_pd.picker.options import PickerOptions
+from vllm_pd.picker.picking import PickRequest
 from vllm_pd.picker.server import EXT_PROC, PickerServer
 from vllm_pd.router.options import RequestOrder
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
@@ -672,6 +674,32 @@ async def test_no_more_requests_are_open_than_allowed():
         await gateway.until(lambda: gateway.server._open == 1)
         assert await gateway.picked() == endpoint(engine)
         await calls[1].end()
+
+
+async def test_a_refusal_that_nobody_reads_has_a_deadline():
+    class Unread:
+        async def write(self, answer: ext_proc.ProcessingResponse) -> None:
+            await asyncio.Event().wait()
+
+        async def abort(self, code: grpc.StatusCode, text: str) -> None:
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    async with picking(1, max_streams=1, write_timeout_s=0.2) as (gateway, _):
+        call = gateway.call()
+        await call.picked()
+        await asyncio.wait_for(gateway.server.Process(None, Unread()), 20)
+        assert gateway.server._open == 1
+        await call.end()
+
+
+async def test_headers_are_kept_for_the_choice_only():
+    async with picking(1) as (gateway, _):
+        call = gateway.call()
+        await call.picked(headers=(("x-session-id", "only here"),))
+        await call.response_head()
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, PickRequest) and one.headers]
+        await call.end()
 
 
 # Health, metrics, TLS, the end.

@@ -47,7 +47,7 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
                                  "retriable_status_codes": [503], "num_retries": 3}
     manager = {
         "@type": _type("extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"),
-        "stat_prefix": "vllm", "stream_idle_timeout": "0s", "http_filters": filters,
+        "stat_prefix": "vllm", "stream_idle_timeout": "600s", "http_filters": filters,
         "route_config": {"virtual_hosts": [{
             "name": "vllm", "domains": ["*"],
             "response_headers_to_add": [{"header": {"key": "x-upstream", "value": "%UPSTREAM_HOST%"}}],
@@ -71,7 +71,7 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
 
 def _any_engines() -> dict[str, Any]:
     return {"name": "engines", "type": "ORIGINAL_DST", "lb_policy": "CLUSTER_PROVIDED", "connect_timeout": "2s",
-            "circuit_breakers": _breakers(),
+            "upstream_connection_options": _keepalive(), "circuit_breakers": _breakers(),
             "original_dst_lb_config": {"use_http_header": True, "http_header_name": HEADER}}
 
 
@@ -83,7 +83,8 @@ def _known_engines(ports: Sequence[int]) -> dict[str, Any]:
               "fallback_policy": {"policies": [{"typed_extension_config": {
                   "name": "envoy.load_balancing_policies.round_robin", "typed_config": {
                       "@type": _type("extensions.load_balancing_policies.round_robin.v3.RoundRobin")}}}]}}
-    return {"name": "engines", "type": "STATIC", "connect_timeout": "2s", "circuit_breakers": _breakers(),
+    return {"name": "engines", "type": "STATIC", "connect_timeout": "2s",
+            "upstream_connection_options": _keepalive(), "circuit_breakers": _breakers(),
             "load_balancing_policy": {"policies": [{"typed_extension_config": {
                 "name": "envoy.load_balancing_policies.override_host", "typed_config": policy}}]},
             "load_assignment": {"cluster_name": "engines", "endpoints": [{
@@ -106,6 +107,11 @@ def _filter(name: str, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _breakers() -> dict[str, Any]:
     return {"thresholds": [{"max_connections": 16384, "max_requests": 16384, "max_pending_requests": 16384,
                             "max_retries": 1024}]}
+
+
+def _keepalive() -> dict[str, Any]:
+    """An engine whose machine is gone without a word has lost its connections in a minute."""
+    return {"tcp_keepalive": {"keepalive_time": 30, "keepalive_interval": 10, "keepalive_probes": 3}}
 
 
 def _endpoint(port: int) -> dict[str, Any]:
