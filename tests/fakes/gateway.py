@@ -77,7 +77,8 @@ class PickerCall:
         if mode == Mode.BUFFERED:
             answer = await self.read()
             assert answer.WhichOneof("response") == "request_headers", answer
-            assert not answer.request_headers.response.header_mutation.set_headers
+            mutation = answer.request_headers.response.header_mutation
+            assert not mutation.set_headers and list(mutation.remove_headers) == [NAME]
         await self.body(data)
         found = destination(await self.read())
         if mode in (Mode.FULL_DUPLEX_STREAMED, None):
@@ -94,18 +95,21 @@ class PickerCall:
         """(status, body, headers) of the answer in place of an engine; the stream then ends."""
         data = head.pop("data", ASKED)
         await self.head(**head)
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):  # refused before its body
-            if not head.get("ended") and head.get("mode") != Mode.BUFFERED:
-                await self.body(data)
-        return await self.refusal()
+        if head.get("ended") or head.get("mode") == Mode.BUFFERED:
+            return await self.refusal()
+        reading = asyncio.create_task(self.read())  # gRPC's client loses an answer after a write that came too late
+        try:
+            await self.body(data)
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # refused before its body
+            return _refusal(await reading)
+        refused = _refusal(await reading)
+        assert await self.read() is None
+        return refused
 
     async def refusal(self) -> tuple[int, bytes, dict[str, str]]:
-        answer = await self.read()
-        assert answer.WhichOneof("response") == "immediate_response", answer
-        refused = answer.immediate_response
+        refused = _refusal(await self.read())
         assert await self.read() is None
-        return (refused.status.code, refused.body,
-                {one.header.key: one.header.raw_value.decode() for one in refused.headers.set_headers})
+        return refused
 
     async def end(self) -> None:
         """As a gateway whose client has its answer."""
@@ -113,6 +117,13 @@ class PickerCall:
             await self.call.done_writing()
         while await self.read() is not None:
             pass
+
+
+def _refusal(answer: ext_proc.ProcessingResponse) -> tuple[int, bytes, dict[str, str]]:
+    assert answer.WhichOneof("response") == "immediate_response", answer
+    refused = answer.immediate_response
+    return (refused.status.code, refused.body,
+            {one.header.key: one.header.raw_value.decode() for one in refused.headers.set_headers})
 
 
 def destination(answer: ext_proc.ProcessingResponse) -> str:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endpoint picker, by gRPC, before faulty engines: the protocol, its bounds, and what is counted as open where."""
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -24,8 +27,10 @@ from tests.fakes.faulty_engine import Fault, FaultyEngine
 from tests.fakes.gateway import ASKED, NAME, Mode, Picking, destination, endpoint, picking
 from tests.router.holding import with_index
 from vllm_pd.errors import ConfigError
+from vllm_pd.picker import server as server_module
 from vllm_pd.picker import wire
 from vllm_pd.picker.options import PickerOptions
+from vllm_pd.picker.picking import PickRequest
 from vllm_pd.picker.server import EXT_PROC, PickerServer
 from vllm_pd.router.options import RequestOrder
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
@@ -126,6 +131,22 @@ async def test_a_client_names_no_engine():
         assert await gateway.picked(headers=headers) == endpoint(engine)
 
 
+@pytest.mark.parametrize("mode", [Mode.BUFFERED, Mode.BUFFERED_PARTIAL])
+async def test_trailers_in_place_of_a_body_do_not_keep_a_clients_own_header(mode):
+    """Envoy sends no message of a body then, and would send the request to where the client says."""
+    trailers = ext_proc.ProcessingRequest()
+    trailers.request_trailers.trailers.headers.add(key="x-sum", raw_value=b"1")
+    async with picking(1) as (gateway, _):
+        call = gateway.call()
+        await call.head(mode=mode, headers=((NAME, "10.6.6.6:80"),))
+        answer = await call.read()
+        assert list(answer.request_headers.response.header_mutation.remove_headers) == [NAME]
+        await call.send(trailers)
+        status, body, _ = await call.refusal()
+        assert status == 400 and b"no body" in body
+        assert gateway.count("vllm:pd_router_refused_total", reason="trailers") == 1
+
+
 async def test_a_prompt_goes_where_its_blocks_are():
     """By the router's own index and tokens; the tokens are sent here, as is every other form by the router's tests."""
     async with picking(3, Policy.KV) as (gateway, engines):
@@ -174,7 +195,15 @@ async def test_a_session_keeps_its_engine():
 
 async def test_fallbacks_are_the_next_choices():
     async with picking(3, fallbacks=2) as (gateway, engines):
+        candidates, left_out = gateway.server.workers.candidates, []
+
+        def watched(model, tried=(), prefills=False):
+            left_out.append(tried)
+            return candidates(model, tried, prefills)
+
+        gateway.server.workers.candidates = watched
         found = (await gateway.picked()).split(",")
+        assert len(left_out) == 3 and all(isinstance(tried, set) for tried in left_out), "a look-up takes no search"
         assert sorted(found) == sorted(endpoint(engine) for engine in engines)
         picked = gateway.server.workers.get(f"http://{found[0]}")
         assert sum(1 for _ in picked.in_flight) == 0
@@ -238,6 +267,29 @@ async def test_names_are_looked_up_and_an_engine_without_an_address_gets_nothing
             assert (await gateway.refused())[0] == 503
     finally:
         await engine.stop()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/below", "https://127.0.0.1:{port}"])
+async def test_an_engine_that_no_gateway_could_reach_makes_nothing_ready(url, caplog):
+    async with picking(1) as (gateway, [engine]):
+        unreachable = gateway.server.workers.add(url.format(port=engine.port), gateway.worker(engine).source)
+        assert unreachable.url in caplog.text
+        assert gateway.server.ready and await health(gateway.channel) == SERVING
+        gateway.server.workers.remove(engine.url)
+        unreachable.probe_passed()
+        assert not gateway.server.ready and await health(gateway.channel) == NOT_SERVING
+        status, body, _ = await gateway.refused()
+        assert status == 503 and b"no worker is up" in body
+
+
+async def test_a_subset_without_the_model_is_not_full():
+    names = iter(("m", "n"))
+    async with picking(2, make=lambda: FaultyEngine(next(names))) as (gateway, engines):
+        await gateway.until(lambda: all(worker.models for worker in gateway.server.workers))
+        data = json.dumps({"model": "n", "prompt": "a"}).encode()
+        assert await gateway.picked(data=data) == endpoint(engines[1])
+        assert (await gateway.refused(data=data, subset=[endpoint(engines[0])]))[0] == 503
+        assert gateway.count("vllm:pd_router_refused_total", reason="subset") == 1
 
 
 # What is open where, and what an answer shows.
@@ -308,7 +360,7 @@ async def test_what_an_answer_shows_of_its_engine():
         assert first.heard_s == heard_s, "the front end answers that"
         await answered(200)
         assert first.heard_s > heard_s
-        await answered(503, headers=(("Retry-After", "20"),))
+        await answered(503, headers=(("Retry-After", "20"),), served=subset[0])
         assert first.paused_until_s > first.now() + 10
         assert [await gateway.picked() for _ in range(3)] == 3 * [endpoint(engines[1])]
         probes = engines[0].probes
@@ -339,6 +391,90 @@ async def test_the_engine_that_has_served_has_the_load():
         await call.picked()
         await call.response_head(served="10.9.9.9:1")  # of none
         await call.end()
+
+
+async def test_where_two_workers_have_one_address_the_picked_one_has_served():
+    engine = FaultyEngine()
+    await engine.start()
+    urls = (f"http://127.0.0.1:{engine.port}", f"http://localhost:{engine.port}")
+    try:
+        async with picking(0, workers=urls, fallbacks=1) as (gateway, _):
+            workers = [gateway.server.workers.get(url) for url in urls]
+            await gateway.until(lambda: None not in map(gateway.server._endpoints.of, workers))
+            for _ in workers:  # each is the first one once
+                call = gateway.call()
+                assert await call.picked() == endpoint(engine)
+                before = gateway.open()
+                await call.response_head(served=endpoint(engine))
+                assert gateway.open() == before
+                await call.end()
+            for url in urls:
+                assert gateway.count("vllm:pd_router_tries_total", worker=url, outcome="answered") == 1
+                assert gateway.count("vllm:pd_router_tries_total", worker=url, outcome="passed_over") == 0
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_retry_after_that_may_be_the_gateways_own_hardly_pauses_an_engine(status):
+    async with picking(1) as (gateway, [engine]):
+        worker = gateway.worker(engine)
+        for served, longest_s in ((None, 1.0), (endpoint(engine), 50.0)):
+            call = gateway.call()
+            await call.picked()
+            probes = engine.probes
+            await call.response_head(status, served=served, headers=(("retry-after", "50"),))
+            assert longest_s - 10 < worker.paused_until_s - worker.now() <= longest_s
+            if served is None:
+                await gateway.until(lambda probes=probes: engine.probes > probes)
+            await call.end()
+
+
+async def test_an_engine_that_is_silent_and_down_has_no_open_requests():
+    """Their streams go on: the gateway may believe in the connection for hours."""
+    async with picking(1, probe_interval_s=0.2) as (gateway, [engine]):
+        answered, waiting = gateway.call(), gateway.call()
+        for call in (answered, waiting):
+            await call.picked()
+        await answered.response_head()
+        assert gateway.open() == [2]
+        engine.sick = Fault.HANG
+        await gateway.until(lambda: gateway.open() == [0])
+        assert gateway.worker(engine).state is WorkerState.DOWN and gateway.server._open == 2
+        engine.sick = Fault.NONE
+        await gateway.until(lambda: gateway.worker(engine).state is WorkerState.UP)
+        assert (await waiting.response_head()).WhichOneof("response") == "response_headers"
+        for call in (answered, waiting):
+            await call.end()
+        await gateway.until(lambda: gateway.server._open == 0)
+        for outcome in ("answered", "timeout"):
+            assert gateway.count("vllm:pd_router_tries_total", worker=engine.url, outcome=outcome) == 1
+        assert gateway.count("vllm:pd_router_clients_gone_total") == 0
+
+
+@pytest.mark.parametrize("mode", [Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED])
+async def test_a_gateway_may_answer_before_the_pick(mode):
+    """For example 413, where its own buffer is full."""
+    async with picking(1) as (gateway, _):
+        call = gateway.call()
+        await call.head(mode=mode, headers=(("content-length", "1000"),))
+        if mode == Mode.BUFFERED:
+            await call.read()
+        else:
+            await call.body(b"x" * 1000, last=False)
+        await gateway.until(lambda: gateway.server._bodies.held_bytes == 1000)
+        assert (await call.response_head(413)).WhichOneof("response") == "response_headers"
+        await gateway.until(lambda: gateway.server._bodies.held_bytes == 0)
+        if mode == Mode.FULL_DUPLEX_STREAMED:
+            await call.body(b"x")  # was under way
+        trailers = ext_proc.ProcessingRequest()
+        trailers.response_trailers.SetInParent()
+        await call.send(trailers)
+        assert (await call.read()).WhichOneof("response") == "response_trailers"
+        await call.end()
+        assert gateway.count("vllm:pd_router_refused_total", reason="gateway") == 1
+        assert gateway.count("vllm:pd_router_requests_total", path="/v1/completions", status="413") == 1
+        assert gateway.count("vllm:pd_router_clients_gone_total") == 0
 
 
 # What no gateway or client should send.
@@ -376,6 +512,28 @@ async def test_bodies_have_bounds():
         waiting.call.cancel()
         await gateway.until(lambda: gateway.server._open == 0)
         assert gateway.server._bodies.held_bytes == 0
+
+
+async def test_a_body_in_one_piece_has_its_room_before_it_comes():
+    """It is in memory before it can be counted. Without its length the longest is taken."""
+    async with picking(1, max_body_bytes=200_000, max_bodies_bytes=300_000) as (gateway, [engine]):
+        waiting = gateway.call()
+        await waiting.head(mode=Mode.BUFFERED, headers=(("content-length", "180000"),))
+        await waiting.read()
+        assert gateway.server._bodies.held_bytes == 180_000
+        for headers in ((), (("content-length", "-1"),), (("content-length", "120001"),)):
+            status, _, headers = await gateway.refused(mode=Mode.BUFFERED, headers=headers)
+            assert status == 503 and headers["retry-after"] == "1"
+        assert await gateway.picked(mode=Mode.BUFFERED, headers=(("content-length", "120000"),)) == endpoint(engine)
+        await waiting.body()
+        assert destination(await waiting.read()) == endpoint(engine)
+        assert gateway.server._bodies.held_bytes == 0
+        await waiting.end()
+        longer = gateway.call()
+        await longer.head(mode=Mode.BUFFERED, headers=(("content-length", "5"),))
+        await longer.read()
+        await longer.body(b"x" * 200_001)
+        assert (await longer.refusal())[0] == 413
 
 
 async def test_a_message_beyond_all_bounds_ends_its_stream_only():
@@ -460,10 +618,10 @@ async def test_a_peer_that_does_not_speak_the_protocol_is_refused_and_ends_nothi
             with pytest.raises(grpc.aio.AioRpcError) as error:
                 await call.read()
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, bad
-        for mode, then in ((Mode.FULL_DUPLEX_STREAMED, response), (Mode.BUFFERED, trailers)):
+        for mode in (Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED):
             call = gateway.call()
             await call.head(mode=mode)
-            await call.send(then)
+            await call.head(mode=mode)
             with pytest.raises(grpc.aio.AioRpcError):
                 while await call.read() is not None:
                     pass
@@ -518,6 +676,32 @@ async def test_no_more_requests_are_open_than_allowed():
         await calls[1].end()
 
 
+async def test_a_refusal_that_nobody_reads_has_a_deadline():
+    class Unread:
+        async def write(self, answer: ext_proc.ProcessingResponse) -> None:
+            await asyncio.Event().wait()
+
+        async def abort(self, code: grpc.StatusCode, text: str) -> None:
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    async with picking(1, max_streams=1, write_timeout_s=0.2) as (gateway, _):
+        call = gateway.call()
+        await call.picked()
+        await asyncio.wait_for(gateway.server.Process(None, Unread()), 20)
+        assert gateway.server._open == 1
+        await call.end()
+
+
+async def test_headers_are_kept_for_the_choice_only():
+    async with picking(1) as (gateway, _):
+        call = gateway.call()
+        await call.picked(headers=(("x-session-id", "only here"),))
+        await call.response_head()
+        gc.collect()
+        assert not [one for one in gc.get_objects() if isinstance(one, PickRequest) and one.headers]
+        await call.end()
+
+
 # Health, metrics, TLS, the end.
 
 async def health(channel: grpc.aio.Channel, service: str = "") -> int:
@@ -544,6 +728,51 @@ async def test_health_is_that_of_the_engines():
         await all_are(SERVING)
         with pytest.raises(grpc.aio.AioRpcError):
             await health(plain, "nothing")
+
+
+def http2(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+async def test_a_peer_that_asks_to_watch_and_reads_nothing_keeps_nothing_up():
+    port = take_free("127.0.0.1")
+    fields = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/grpc.health.v1.Health/Watch"),
+              (b":authority", b"x"), (b"te", b"trailers"), (b"content-type", b"application/grpc"))
+    head = b"".join(b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value for name, value in fields)
+    async with picking(1, health_port=port, probe_interval_s=0.2, unready_s=0.1, grace_s=1.0) as (gateway, [engine]):
+        for to in (port, gateway.server.options.port):
+            _, writer = await asyncio.open_connection("127.0.0.1", to)
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2(4, 0, 0, struct.pack(">HI", 4, 0))
+                         + http2(1, 4, 1, head) + http2(0, 1, 1, b"\0\0\0\0\0"))
+            await writer.drain()
+        await asyncio.sleep(0.5)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await health_pb2_grpc.HealthStub(gateway.channel).Watch(health_pb2.HealthCheckRequest()).read()
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await engine.stop()
+        async with asyncio.timeout(20):
+            while await health(gateway.channel) == SERVING:
+                await asyncio.sleep(0.05)
+        await asyncio.wait_for(gateway.server.drain(0.1), 20)
+
+
+async def test_the_metrics_port_has_bounds(monkeypatch):
+    monkeypatch.setattr(server_module, "PAGE_CONNECTIONS", 3)
+    monkeypatch.setattr(server_module, "PAGE_S", 1.5)
+    port = take_free("127.0.0.1")
+    async with picking(1, metrics_port=port):
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        reader, _ = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 1.0) == b"", "one too many"
+        for reader, _ in silent:
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 20) == b"", "it asks nothing"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200"), "one request each"
 
 
 async def test_metrics_and_health_by_http():
@@ -678,4 +907,6 @@ def test_settings_that_are_refused(options, error):
 def test_a_picker_may_listen_beyond_the_loopback_without_a_key(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "k")
     checked = PickerOptions(host="0.0.0.0", workers=("http://127.0.0.1:1/",)).checked()
+    monkeypatch.setenv("VLLM_PD_OPERATOR_KEY", "k")  # a router's: it would have to be another one than clients'
+    assert PickerOptions().checked().operator_key is None
     assert checked.host == "0.0.0.0" and checked.key_for_workers == "k" and checked.workers == ("http://127.0.0.1:1",)

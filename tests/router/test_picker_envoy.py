@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -105,8 +106,10 @@ async def running_envoy(config: dict, folder, port: int) -> AsyncIterator[subpro
 @contextlib.asynccontextmanager
 async def behind_envoy(folder, count: int = 3, mode: EnvoyBodyMode = EnvoyBodyMode.DUPLEX, policy: Policy = Policy.KV,
                        known: bool = False, tls: dict | None = None, response_mode: str = "NONE", subset: int = 0,
-                       ping: str | None = None, admin: int = 0, **options) -> AsyncIterator[BehindEnvoy]:
-    """`known`: Envoy knows the engines itself. `subset`: Envoy allows only the first so many."""
+                       ping: str | None = None, admin: int = 0, trailers: str | None = None,
+                       buffer_bytes: int | None = None, **options) -> AsyncIterator[BehindEnvoy]:
+    """`known`: Envoy knows the engines itself. `subset`: Envoy allows only the first so many. `trailers`: another
+    request_trailer_mode than the page's. `buffer_bytes`: Envoy's buffer."""
     engines = [CachingEngine(BLOCK, 1000) for _ in range(count)]
     for engine in engines:
         await engine.start()
@@ -120,6 +123,12 @@ async def behind_envoy(folder, count: int = 3, mode: EnvoyBodyMode = EnvoyBodyMo
         [protocol] = config["static_resources"]["clusters"][0]["typed_extension_protocol_options"].values()
         http2 = protocol["explicit_http_config"]["http2_protocol_options"]
         http2["connection_keepalive"] = {"interval": ping, "timeout": "1s"}
+    [listener] = config["static_resources"]["listeners"]
+    if buffer_bytes is not None:
+        listener["per_connection_buffer_limit_bytes"] = buffer_bytes
+    if trailers is not None:
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["http_filters"][0]["typed_config"]["processing_mode"]["request_trailer_mode"] = trailers
     if admin:
         config["admin"] = {"address": {"socket_address": {"address": "127.0.0.1", "port_value": admin}}}
     try:
@@ -238,6 +247,60 @@ async def test_a_client_names_no_engine(tmp_path, mode):
             assert stranger.requests == 0
         finally:
             await stranger.close()
+
+
+def http2(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def fields(**given: str) -> bytes:
+    """A block of header fields, none of them compressed."""
+    return b"".join(b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+                    for name, value in given.items())
+
+
+@pytest.mark.parametrize("mode, trailers", [(mode, None) for mode in MODES] + [(EnvoyBodyMode.BUFFERED, "SKIP")])
+@pytest.mark.parametrize("empty_data", [False, True])
+async def test_a_client_names_no_engine_by_trailers_without_a_body(tmp_path, mode, trailers, empty_data):
+    """By HTTP/2 as no usual client speaks it: a head that does not end the stream, then trailers that do."""
+    async with behind_envoy(tmp_path, 1, mode, Policy.ROUND_ROBIN, trailers=trailers) as behind:
+        asked = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked.append(await reader.read(4000))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nsecret")
+            await writer.drain()
+
+        stranger = await asyncio.start_server(answer, "127.0.0.1", 0)
+        named = f"127.0.0.1:{stranger.sockets[0].getsockname()[1]}"
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(behind.url.rpartition(":")[2]))
+        try:
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2(4, 0, 0) + http2(1, 4, 1, fields(**{
+                ":method": "POST", ":scheme": "http", ":path": "/v1/completions", ":authority": "x", HEADER: named}))
+                + (http2(0, 0, 1) if empty_data else b"") + http2(1, 5, 1, fields(**{"x-sum": "1"})))
+            await writer.drain()
+            async with asyncio.timeout(WITHIN_S):
+                while True:  # until its answer has begun
+                    size, kind = int.from_bytes(await reader.readexactly(3)), (await reader.readexactly(1))[0]
+                    await reader.readexactly(5 + size)
+                    if kind in (1, 3):
+                        break
+            assert not asked
+            assert (await behind.ask())[0] == 200
+        finally:
+            writer.close()
+            stranger.close()
+
+
+async def test_what_envoy_refuses_itself_the_client_reads(tmp_path):
+    """413, where the body exceeds its buffer, comes by the picker before a pick."""
+    async with behind_envoy(tmp_path, 1, EnvoyBodyMode.BUFFERED, buffer_bytes=65536) as behind:
+        async with behind.request(list(range(100_000, 200_000))) as response:
+            assert response.status == 413 and await response.read()
+        assert behind.server.metrics.registry.get_sample_value(
+            "vllm:pd_router_refused_total", {"reason": "gateway"}) == 1
+        assert (await behind.ask())[0] == 200
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,7 +3,7 @@
 
 A worker whose URL has a name is looked up when it joins, and every `dns_period_s` after that, by the system's resolver.
 While that fails the last address stays. A worker without an address gets no requests, nor does one whose URL has a
-path, which a gateway would not add.
+path, which a gateway would not add, or is https, which a gateway would not see in an address.
 """
 import asyncio
 import ipaddress
@@ -49,8 +49,9 @@ class WorkerEndpoints:
 
     def _joined(self, worker: RouterWorker) -> None:
         parts = urlsplit(worker.url)
-        if parts.path:
-            logger.warning("worker %s gets no requests: a gateway would not add the path of its URL", worker.url)
+        if parts.path or parts.scheme == "https":
+            logger.warning("worker %s gets no requests: a gateway would not %s", worker.url,
+                           "add the path of its URL" if parts.path else "know from its address that it has TLS")
             return
         try:
             self._by_url[worker.url] = _endpoint(str(ipaddress.ip_address(parts.hostname)), parts.port)

@@ -73,7 +73,7 @@ class PickerOptions(RouterOptions):
             raise ConfigError("--port", self.port, "give --port, --metrics-port and --health-port different numbers")
         self._check_tls()
         # A router beyond the loopback needs a key of its clients. A gateway has none to send: TLS does that here.
-        checked = RouterOptions.checked(dataclasses.replace(self, host="127.0.0.1"))
+        checked = RouterOptions.checked(dataclasses.replace(self, host="127.0.0.1"), operator_key_variable=None)
         return dataclasses.replace(checked, host=_address(self.host))
 
     def _check_tls(self) -> None:

@@ -2,13 +2,13 @@
 """Picks the engine for one request of a gateway, by the router's judgement. Nothing of gRPC is here.
 
 A `Pick` is one request at one worker, as a try of the router's is: from the pick to the end of the gateway's stream it
-counts as open there, and its prompt as load until the worker's own report has it. The gateway sends the request, so a
-pick can't be interrupted, and nothing is tried again here. What the answer's status shows of the worker is applied as
-in the router where one request is enough to know it: a worker that answers tokens works, one that refuses pauses, and
-one that fails is probed, and is out when the probe fails.
+counts as open there, and its prompt as load until the worker's own report has it. It stops counting before that where
+the worker is down and silent. The gateway sends the request, so it can't be cut, and nothing is tried again here. What
+the answer's status shows of the worker is applied as in the router where one request is enough to know it: a worker
+that answers tokens works, one that refuses pauses, and one that fails is probed, and is out when the probe fails.
 """
 import asyncio
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -19,7 +19,7 @@ from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.judgement import Judgement
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.responses import Headers, RouterResponse
-from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, TryOutcome, WorkerFailure, WorkerState
+from vllm_pd.router.workers import InFlightTry, Interruption, RouterWorker, TryOutcome, WorkerFailure, Workers
 
 OTHER = "other"  # the label of all paths that are not forwarded: clients could make any number of them
 
@@ -49,16 +49,46 @@ class PickRefused(Exception):
 
 
 class Pick(InFlightTry):
-    """See the module. `endpoints` is the worker's and those of its fallbacks, as the gateway wants them."""
+    """See the module. `named`: the worker and its fallbacks by their endpoints, in order. `workers` gets it back."""
 
-    def __init__(self, worker: RouterWorker, endpoints: str) -> None:
+    def __init__(self, worker: RouterWorker, named: Mapping[str, RouterWorker], workers: Workers) -> None:
         super().__init__(worker)
-        self.endpoints = endpoints
+        self.named = named
         self.outcome: TryOutcome | WorkerFailure = TryOutcome.CLIENT_GONE
+        self._workers = workers
+        self._counted = False
         worker.in_flight.add(self)
 
+    @property
+    def endpoints(self) -> str:
+        """Where to send the request, as the gateway wants it."""
+        return ",".join(self.named)
+
     def interrupt(self, why: Interruption) -> None:
-        """Nothing: the gateway has the request."""
+        """Its worker is down and silent: it counts as open there no more. The gateway has the request, which can't be
+        cut, and may keep it for as long as it believes in the connection."""
+        if self.interruption is None:
+            self.interruption = why
+            if self.outcome is TryOutcome.CLIENT_GONE:
+                self.outcome = WorkerFailure.TIMEOUT
+            self.end()
+
+    def move(self, worker: RouterWorker) -> None:
+        """The gateway has sent the request to another worker than the first one that it was given."""
+        passed_over = self.worker
+        if not self._counted:  # else its worker had no chance to be passed over: it was down
+            self.outcome = TryOutcome.PASSED_OVER
+            self.end()
+        passed_over.probe_soon()
+        self.worker, self.interruption, self._counted = worker, None, False
+        worker.in_flight.add(self)
+
+    def end(self) -> None:
+        """Count it, and take it from its worker. Does nothing if that was done."""
+        if not self._counted:
+            self._counted = True
+            self.worker.tries(self.outcome.value).inc()
+            self._workers.try_ended(self)
 
 
 class EndpointPicker:
@@ -90,18 +120,21 @@ class EndpointPicker:
         left_out = self._left_out(request.subset)
         placed = self._placer.place(plan, left_out)
         if placed is None:
-            raise self._unplaced(request, plan.model, left_out)
+            raise self._unplaced(request, plan.model)
         worker, _ = placed
         others = self._placer.alternatives(plan, {*left_out, worker}, self._options.fallbacks)
         self._metrics.route_s.observe(self._now() - began_s)
-        return Pick(worker, ",".join(self._endpoints.of(one) for one in (worker, *others)))
+        named: dict[str, RouterWorker] = {}
+        for one in (worker, *others):  # two URLs may have one endpoint
+            named.setdefault(self._endpoints.of(one), one)
+        return Pick(worker, named, self._workers)
 
     def answered(self, pick: Pick, request: PickRequest, status: int, headers: Headers, served: str | None) -> None:
         """The answer to a picked request has begun. `served`: the endpoint that has answered, where the gateway says
         so."""
-        other = None if served is None else self._endpoints.worker_at(served)
-        if other is not None and other is not pick.worker:
-            self._move(pick, other)
+        by = None if served is None else pick.named.get(served) or self._endpoints.worker_at(served)
+        if by is not None and by is not pick.worker:
+            pick.move(by)
         worker = pick.worker
         self._metrics.first_byte_s.observe(self._now() - pick.began_s)
         self._metrics.requests.labels(request.path, str(status)).inc()
@@ -109,7 +142,11 @@ class EndpointPicker:
         pick.outcome = TryOutcome.ANSWERED
         if status in responses.BUSY:
             pick.outcome = WorkerFailure.BUSY
-            worker.pause(responses.retry_after_s(headers, self._options.retry_after_s))
+            pause_s = responses.retry_after_s(headers, self._options.retry_after_s)
+            if by is None:  # perhaps a gateway's own filter or breaker, which says nothing of the engine
+                pause_s = min(pause_s, self._options.retry_after_s)
+                worker.probe_soon()
+            worker.pause(pause_s)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR and request.generates:  # also a gateway's own, for no connection
             if status not in responses.BUSY:
                 pick.outcome = WorkerFailure.SERVER_ERROR
@@ -122,8 +159,17 @@ class EndpointPicker:
         """The gateway's stream has ended, for whatever reason."""
         if pick.outcome is TryOutcome.CLIENT_GONE:
             self._metrics.clients_gone.inc()
-        self._count(pick)
-        self._workers.try_ended(pick)
+        pick.end()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request may get an engine."""
+        return bool(self._pickable(None, None))
+
+    def count_unpicked(self, request: PickRequest, status: int) -> None:
+        """Count a request that the gateway has answered itself before its engine was picked."""
+        self._metrics.refused.labels("gateway").inc()
+        self._metrics.requests.labels(request.path, str(status)).inc()
 
     def count_refused(self, refused: PickRefused, path: str) -> None:
         """Count a request that was refused."""
@@ -141,23 +187,15 @@ class EndpointPicker:
         return {worker for worker in self._workers
                 if (endpoint := self._endpoints.of(worker)) is None or subset is not None and endpoint not in subset}
 
-    def _unplaced(self, request: PickRequest, model: str | None, left_out: Collection[RouterWorker]) -> PickRefused:
-        if any(worker.state is WorkerState.UP for worker in self._workers if worker not in left_out):
-            return PickRefused(*self.errors.unplaced(model, self._options.retry_after_s, request.path))
+    def _pickable(self, model: str | None, subset: frozenset[str] | None) -> list[RouterWorker]:
+        """The workers that may be picked, full or not."""
+        left_out = self._left_out(subset)
+        return [worker for worker in self._workers.up(model) if worker not in left_out]
+
+    def _unplaced(self, request: PickRequest, model: str | None) -> PickRefused:
+        if self._pickable(model, request.subset):
+            return self.refused(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later", "full",
+                                request.path, self._options.retry_after_s)
         text, reason = (("no worker is up: try again later", "none_up") if request.subset is None else
                         ("no worker of those that the gateway allows is up: try again later", "subset"))
         return self.refused(HTTPStatus.SERVICE_UNAVAILABLE, text, reason, request.path, self._options.retry_after_s)
-
-    def _move(self, pick: Pick, worker: RouterWorker) -> None:
-        """The gateway has sent the request to another worker than the first one that it was given."""
-        passed_over = pick.worker
-        pick.outcome = TryOutcome.PASSED_OVER
-        self._count(pick)
-        self._workers.try_ended(pick)
-        passed_over.probe_soon()
-        pick.worker = worker
-        worker.in_flight.add(pick)
-
-    @staticmethod
-    def _count(pick: Pick) -> None:
-        pick.worker.tries(pick.outcome.value).inc()

@@ -11,13 +11,14 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Callable
 from http import HTTPStatus
 
 import grpc
 from aiohttp import web
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.extras import require_extra
@@ -41,11 +42,15 @@ logger = logging.getLogger("vllm.pd.picker")
 EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 LIVE = "liveness"  # the protocol's names of what is asked for by health checks
 READY = ("", "readiness", EXT_PROC)
-HEALTH_S = 0.1  # between two looks at whether a worker is up
+HEALTH_IDLE_S, HEALTH_AGE_S = 30.0, 120.0  # of a connection to the port of health checks
+HEALTH_STREAMS = 4  # of one such connection
+MAX_HEALTH_BYTES = 1 << 12  # of a question
+IDLE_S = 600.0  # of a gateway's connection without any stream
 SPARE_STREAMS = 64  # above max_streams: for answers that refuse, and for health checks
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 20.0, 10.0  # a gateway that is gone without a word ends its streams within both
 GATEWAY_PING_S = 1.0  # a gateway may look so often whether the picker lives; else GOAWAY ends its connection
 MAX_FRAME_BYTES = 1 << 20  # of a message beside the body in it
+PAGE_CONNECTIONS, PAGE_S = 64, 20.0  # of the metrics port
 STOP_S = 5.0  # for what is cancelled to end
 
 
@@ -94,10 +99,9 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
         self._open = 0
         self.metrics.connections.set_function(lambda: self._open)
         self._unready = False
-        self._health = health.aio.HealthServicer()
-        self._tasks: list[asyncio.Task] = []
+        self._health = PickerHealth(lambda: self.ready)
         self._servers: list[grpc.aio.Server] = []
-        self._web: web.AppRunner | None = None
+        self._web: web.ServerRunner | None = None
 
     async def start(self) -> None:
         """Listen, and begin to follow the workers. Raises ConfigError for a port that is in use."""
@@ -110,9 +114,6 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
         self.judgement.begin(b"1.1 vllm-pd-" + secrets.token_hex(6).encode())
         self.picker = EndpointPicker(options, self.judgement, self._endpoints, self.metrics)
         self.judgement.start()
-        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
-        await self._show_health(False)
-        self._tasks.append(asyncio.get_running_loop().create_task(self._follow_health(), name="health"))
         await self._listen()
         if options.metrics_port:
             await self._serve_metrics()
@@ -121,16 +122,12 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
     async def drain(self, unready_s: float) -> None:
         """Have health checks fail, accept no stream after `unready_s`, and wait `grace_s` for those that are open."""
         self._unready = True
-        await self._show_health(False)
         await asyncio.sleep(unready_s)
         await asyncio.gather(*(server.stop(self.options.grace_s) for server in self._servers))
 
     async def close(self) -> None:
         """End all streams, and stop everything that `start` began."""
         await asyncio.gather(*(server.stop(None) for server in self._servers))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
                 while self._open:  # their tasks are cancelled, and end their picks
@@ -142,8 +139,8 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
 
     @property
     def ready(self) -> bool:
-        """Whether health checks succeed: a worker is up, and no signal has come."""
-        return not self._unready and self.workers.any_up()
+        """Whether health checks succeed: a worker may be picked, and no signal has come."""
+        return not self._unready and self.picker.ready
 
     async def Process(self, requests: object, context: grpc.aio.ServicerContext) -> None:
         """Called by gRPC for each stream of ext_proc."""
@@ -153,7 +150,8 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
                 refused = self.picker.refused(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests are open: try again "
                                               "later", "streams", retry_after_s=self.options.retry_after_s)
                 self.picker.count_refused(refused, OTHER)
-                await context.write(refusal(refused.answer, refused.reason))
+                async with asyncio.timeout(self.options.write_timeout_s):
+                    await context.write(refusal(refused.answer, refused.reason))
                 return
             await PickerStream(self.picker, self._bodies, self.options, _reader(context), context.write).serve()
         except BadMessage as error:
@@ -178,13 +176,22 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
             ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
             ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),  # of pings that measure, too; else 60 s
             ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),  # else every ping to an idle server is one too many
             ("grpc.http2.min_ping_interval_without_data_ms", int(GATEWAY_PING_S * 1000))])
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         await self._bind(server, "--port", options.port, options.tls_files())
         if options.health_port:
-            server = grpc.aio.server(maximum_concurrent_rpcs=SPARE_STREAMS, options=[("grpc.so_reuseport", 0)])
+            server = grpc.aio.server(maximum_concurrent_rpcs=SPARE_STREAMS, options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_concurrent_streams", HEALTH_STREAMS),
+                ("grpc.max_receive_message_length", MAX_HEALTH_BYTES),
+                ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
+                ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),
+                ("grpc.max_connection_idle_ms", int(HEALTH_IDLE_S * 1000)),
+                ("grpc.max_connection_age_ms", int(HEALTH_AGE_S * 1000)),  # ends answers that nobody reads, too
+                ("grpc.max_connection_age_grace_ms", int(STOP_S * 1000))])
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             await self._bind(server, "--health-port", options.health_port, None)
 
@@ -205,34 +212,56 @@ class PickerServer(external_processor_pb2_grpc.ExternalProcessorServicer):
         self._servers.append(server)
 
     async def _serve_metrics(self) -> None:
-        app = web.Application(client_max_size=0)
-        app.router.add_get("/metrics", self._metrics_page)
-        app.router.add_get("/health", self._health_page)
-        self._web = web.AppRunner(app, access_log=None)
+        self._web = web.ServerRunner(PageServer(self._page, access_log=None))
         await self._web.setup()
         await web.TCPSite(self._web, self.options.host, self.options.metrics_port).start()
 
-    async def _metrics_page(self, request: web.Request) -> web.Response:
-        return web.Response(body=self.metrics.page(), headers={
-            "content-type": "text/plain; version=0.0.4; charset=utf-8"})
+    async def _page(self, request: web.BaseRequest) -> web.Response:
+        """Called by aiohttp for each request to the metrics port."""
+        if request.method not in ("GET", "HEAD") or request.path not in ("/metrics", "/health"):
+            answer = web.Response(status=404)
+        elif request.path == "/metrics":
+            answer = web.Response(body=self.metrics.page(), headers={
+                "content-type": "text/plain; version=0.0.4; charset=utf-8"})
+        else:
+            answer = web.json_response({"status": "ok" if self.ready else "not ready",
+                                        "workers": self.workers.counts()}, status=200 if self.ready else 503)
+        answer.force_close()
+        return answer
 
-    async def _health_page(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok" if self.ready else "not ready", "workers": self.workers.counts()},
-                                 status=200 if self.ready else 503)
 
-    async def _follow_health(self) -> None:
-        """The task that keeps the answers to health checks right."""
-        shown = False
-        while True:
-            if self.ready is not shown:
-                shown = not shown
-                await self._show_health(shown)
-            await asyncio.sleep(HEALTH_S)
+class PageServer(web.Server):
+    """HTTP with bounds that aiohttp has not: PAGE_CONNECTIONS at a time, each for one request, and PAGE_S from its
+    beginning to the end of the answer."""
 
-    async def _show_health(self, ready: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in READY:
-            await self._health.set(name, status)
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Called by aiohttp."""
+        super().connection_made(handler, transport)
+        if len(self.connections) > PAGE_CONNECTIONS:
+            transport.abort()
+        else:
+            asyncio.get_running_loop().call_later(PAGE_S, transport.abort)
+
+
+class PickerHealth(health_pb2_grpc.HealthServicer):
+    """Answers gRPC health checks by what `ready` returns at that moment. Nothing is kept for a peer: there is no
+    Watch, which clients may do without by the protocol of health checks."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+
+    async def Check(self, request: health_pb2.HealthCheckRequest,
+                    context: grpc.aio.ServicerContext) -> health_pb2.HealthCheckResponse:
+        """Called by gRPC."""
+        if request.service != LIVE and request.service not in READY:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        serves = request.service == LIVE or self._ready()
+        known = health_pb2.HealthCheckResponse
+        return known(status=known.SERVING if serves else known.NOT_SERVING)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        """Called by gRPC."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "use Check")
 
 
 def _reader(context: grpc.aio.ServicerContext) -> Read:

@@ -6,6 +6,9 @@ the engine is named in the answer to the body. If it streams them in full duplex
 ended; then the head, with the engine, and the body go back. A request without a body, and one whose body the gateway
 does not show or sends on at once, gets its engine with the head.
 
+The gateway itself may answer before the engine is picked, for example where a body exceeds its own buffer. Then nothing
+is picked, and what comes is passed on to the end of the stream.
+
 Then the answer comes by: its status is looked at, and all of it goes on unchanged. The pick ends with the stream,
 whether the answer has ended, the client has gone or the gateway has died. So the load is right for the whole answer
 only if the gateway keeps the stream open until then (docs/picker.md says how).
@@ -35,6 +38,14 @@ class StreamEnded(Exception):
     """The gateway has ended the stream."""
 
 
+class GatewayAnswered(Exception):
+    """The gateway has answered the request itself, before the pick. `message`: the head of that answer."""
+
+    def __init__(self, message: ext_proc.ProcessingRequest) -> None:
+        super().__init__()
+        self.message = message
+
+
 class ReceivedBody(NamedTuple):
     """A request's body. `trailers`: the request has some, and their message has come."""
     data: bytes
@@ -56,6 +67,7 @@ class PickerStream:
         """Serve it to its end. Raises BadMessage, and TimeoutError where the gateway is too slow."""
         head: StreamHead | None = None
         pick: Pick | None = None
+        early: ext_proc.ProcessingRequest | None = None
         try:
             with self._budget.hold() as held:
                 try:
@@ -72,8 +84,11 @@ class PickerStream:
                 for answer in _picked(head, pick, body):
                     await self._write(answer)
                 del body
+            head = head.without_headers()  # for as long as the answer takes
             while True:
                 await self._pass_on(head, pick, await self._next())
+        except GatewayAnswered as answered:
+            early = answered.message
         except PickRefused as refused:
             self._picker.count_refused(refused, head.request.path)
             await self._write(wire.refusal(refused.answer, refused.reason))
@@ -82,6 +97,8 @@ class PickerStream:
         finally:
             if pick is not None:
                 self._picker.end(pick)
+        if early is not None:  # not before the exception is gone, which holds the part of the body that has come
+            await self._pass_on_unpicked(head.without_headers(), early)
 
     async def _body(self, head: StreamHead, held: HeldBody) -> ReceivedBody:
         """The request's whole body, or none where the engine is picked without it. Raises PickRefused for a request
@@ -91,10 +108,12 @@ class PickerStream:
             return ReceivedBody(b"")
         try:
             length = responses.find(head.request.headers, b"content-length")
-            if length is not None and length.isdigit() and len(length) < 20:
-                held.check_length(int(length))
-            if head.request_mode in wire.WHOLE:
-                await self._write(wire.unchanged("request_headers"))
+            known = int(length) if length is not None and length.isdigit() and len(length) < 20 else None
+            if known is not None:
+                held.check_length(known)
+            if head.request_mode in wire.WHOLE:  # the whole body comes in one message: room for it before that
+                held.reserve(self._options.max_body_bytes if known is None else known)
+                await self._write(wire.waiting_for_body())
             return await self._collect(head, held)
         except BodyRefused as refused:
             raise self._picker.refused(refused.status, str(refused), "body", head.request.path,
@@ -107,12 +126,18 @@ class PickerStream:
             kind = message.WhichOneof("request")
             if kind == "request_trailers" and head.request_mode == wire.DUPLEX:
                 return ReceivedBody(bytes(parts), trailers=True)
+            if kind == "request_trailers" and head.request_mode in wire.WHOLE:
+                raise self._picker.refused(HTTPStatus.BAD_REQUEST, "the request has trailers but no body: send it "
+                                           "without trailers", "trailers", head.request.path)
+            if kind == "response_headers":
+                raise GatewayAnswered(message)
             if kind != "request_body":
                 raise BadMessage(f"{kind} came before the request's body had ended")
             body = message.request_body
-            held.add(len(body.body))
             if head.request_mode in wire.WHOLE:  # it comes in one piece
+                held.settle(len(body.body))
                 return ReceivedBody(body.body)
+            held.add(len(body.body))
             parts += body.body
             if body.end_of_stream or body.end_of_stream_without_message:
                 return ReceivedBody(bytes(parts))
@@ -125,6 +150,25 @@ class PickerStream:
         if kind == "response_headers":
             headers = wire.read_headers(message.response_headers)
             self._picker.answered(pick, head.request, wire.read_status(headers), headers, wire.read_served(message))
+        await self._answer_unchanged(head, message)
+
+    async def _pass_on_unpicked(self, head: StreamHead, message: ext_proc.ProcessingRequest) -> None:
+        """Pass on the gateway's own answer, which begins with `message`, until the stream ends."""
+        self._picker.count_unpicked(head.request, wire.read_status(wire.read_headers(message.response_headers)))
+        while True:
+            kind = message.WhichOneof("request")
+            if kind is None or kind == "request_headers":
+                raise BadMessage(f"{kind} came after the gateway's own answer")
+            # What was already under way of a request in full duplex gets no answer: nobody waits for it any more.
+            if head.request_mode != wire.DUPLEX or kind not in ("request_body", "request_trailers"):
+                await self._answer_unchanged(head, message)
+            try:
+                message = await self._next()
+            except StreamEnded:
+                return
+
+    async def _answer_unchanged(self, head: StreamHead, message: ext_proc.ProcessingRequest) -> None:
+        kind = message.WhichOneof("request")
         if kind == "response_body" and head.response_mode == wire.DUPLEX:
             body = message.response_body
             for chunk in wire.streamed_chunks(kind, body.body, last=body.end_of_stream):

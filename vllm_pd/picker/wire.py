@@ -6,7 +6,7 @@ The protocol is the Gateway API Inference Extension's (docs/proposals/004-endpoi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from envoy.config.core.v3 import base_pb2
@@ -46,6 +46,10 @@ class StreamHead:
     ended: bool
     request_mode: int
     response_mode: int
+
+    def without_headers(self) -> StreamHead:
+        """The same without what only the choice needs."""
+        return replace(self, request=replace(self.request, headers=[], subset=None))
 
 
 def read_head(message: ext_proc.ProcessingRequest) -> StreamHead:
@@ -98,6 +102,14 @@ def read_served(message: ext_proc.ProcessingRequest) -> str | None:
     """The endpoint that has answered, where the gateway says so."""
     value = _metadata(message, LB, SERVED)
     return None if value is None else value.string_value or None
+
+
+def waiting_for_body() -> ext_proc.ProcessingResponse:
+    """The answer to request_headers where the engine is named with the body. It removes a client's own header: Envoy
+    sends a request on without a body's message where trailers follow the head."""
+    answer = ext_proc.ProcessingResponse()
+    answer.request_headers.response.header_mutation.remove_headers.append(ENDPOINT)
+    return answer
 
 
 def picked_headers(endpoints: str) -> ext_proc.ProcessingResponse:

@@ -28,7 +28,7 @@ class BodyBudget:
 
 
 class HeldBody:
-    """The bytes of one body. Only bytes that have arrived count, not a Content-Length."""
+    """The bytes of one body. Bytes that have arrived count, and those that were reserved."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -47,6 +47,16 @@ class HeldBody:
         if length > self._budget.max_bytes:
             raise BodyRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                               f"the body has more than {self._budget.max_bytes} bytes", final=True)
+
+    def reserve(self, count: int) -> None:
+        """Count `count` bytes of a body that comes in one piece, before it comes. Raises BodyRefused where a limit is
+        exceeded."""
+        self.add(count)
+
+    def settle(self, count: int) -> None:
+        """The body for which room was reserved has come, and has `count` bytes. Raises BodyRefused where it has more
+        than were reserved and exceeds a limit."""
+        self.add(count - self._bytes)
 
     def add(self, count: int) -> None:
         """Count `count` more bytes that have arrived. Raises BodyRefused where a limit is exceeded."""

@@ -127,12 +127,13 @@ class RouterOptions:
     file_period_s: float = 1.0
     expected_s: float = 5.0
 
-    def checked(self) -> "RouterOptions":
-        """The settings with defaults filled in and URLs normalised. Raises ConfigError for the first invalid one."""
+    def checked(self, operator_key_variable: str | None = OPERATOR_KEY_VARIABLE) -> "RouterOptions":
+        """The settings with defaults filled in and URLs normalised. `operator_key_variable`: None where no variable
+        of the environment has that key. Raises ConfigError for the first invalid one."""
         if not 1 <= self.port <= 65535:
             raise ConfigError("--port", self.port, "write 1 to 65535")
         api_key = _key("--api-key", self.api_key, API_KEY_VARIABLE)
-        operator_key = _key("--operator-key", self.operator_key, OPERATOR_KEY_VARIABLE)
+        operator_key = _key("--operator-key", self.operator_key, operator_key_variable)
         if operator_key is not None and operator_key == api_key:
             raise ConfigError("--operator-key", "***", "write another key than --api-key, which clients have")
         host = _checked_host(self.host, keyed=api_key is not None)
@@ -314,10 +315,10 @@ def _check_broker(broker: str, access: Access) -> None:
         resolve("--broker", broker, host)
 
 
-def _key(option: str, given: str | None, variable: str) -> str | None:
+def _key(option: str, given: str | None, variable: str | None) -> str | None:
     """The key of an option, or of the environment where the option is not given. Raises ConfigError for an empty one.
     """
-    key = given if given is not None else os.environ.get(variable) or None
+    key = given if given is not None or variable is None else os.environ.get(variable) or None
     if key == "":
         raise ConfigError(option, "", "write a key, or leave the option out")
     return key

@@ -168,13 +168,15 @@ class Placer:
         """The workers, `most` at most, that would be next for a request if those in `tried` failed, the best first.
         Nothing is noted of the request there."""
         found: list[RouterWorker] = []
+        left_out = set(tried)
         if most:
             overlaps = self._overlaps(plan, self._now())
         while len(found) < most:
-            choice = self._choose(plan, self._workers.candidates(plan.model, [*tried, *found]), overlaps)
+            choice = self._choose(plan, self._workers.candidates(plan.model, left_out), overlaps)
             if choice is None:
                 break
             found.append(self._workers.get(choice.worker))
+            left_out.add(found[-1])
         return found
 
     def _place(self, plan: PlacementPlan, able: list[RouterWorker]) -> tuple[RouterWorker, Choice] | None:

@@ -324,9 +324,14 @@ class Workers:
     def any_up(self, model: str | None = None) -> bool:
         """Whether any decode engine is up, full or not; with a model that some worker serves, any that may get its
         requests."""
+        return bool(self.up(model))
+
+    def up(self, model: str | None = None) -> list[RouterWorker]:
+        """The decode engines that are up, full or not; with a model that some worker serves, those that may get its
+        requests."""
         known = self.is_known(model)
-        return any(worker.state is WorkerState.UP and (not known or self._may_have(worker, model))
-                   for worker in self._workers.values() if not worker.prefills)
+        return [worker for worker in self._workers.values() if worker.state is WorkerState.UP and not worker.prefills
+                and (not known or self._may_have(worker, model))]
 
     def another_up(self, worker: RouterWorker) -> bool:
         """Whether another worker is up that may serve one of this worker's models, in its place."""

@@ -28,7 +28,6 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
     address in the header. With `engines` (ports) it knows these itself, takes the address from metadata, goes on to the
     next one where an engine can't be reached, and tells the picker which has answered. `subset`: the endpoints to pick
     from. `tls`: the validation context for the picker's certificate."""
-    duplex = mode is EnvoyBodyMode.DUPLEX
     filters: list[dict[str, Any]] = []
     if subset is not None:
         filters.append(_filter("set_metadata", "set_metadata.v3.Config", {"metadata": [
@@ -37,7 +36,7 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},  # without a timeout, which were that of an answer
         "failure_mode_allow": False, "message_timeout": "5s",
         "processing_mode": {"request_header_mode": "SEND", "request_body_mode": mode.value,
-                            "request_trailer_mode": "SEND" if duplex else "SKIP", "response_header_mode": "SEND",
+                            "request_trailer_mode": "SEND", "response_header_mode": "SEND",
                             "response_body_mode": response_mode, "response_trailer_mode": "SEND"},
         "metadata_options": {"forwarding_namespaces": {"untyped": ["envoy.lb", SUBSET_HINT]},
                              "receiving_namespaces": {"untyped": ["envoy.lb"]}}}))
@@ -48,7 +47,7 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
                                  "retriable_status_codes": [503], "num_retries": 3}
     manager = {
         "@type": _type("extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"),
-        "stat_prefix": "vllm", "stream_idle_timeout": "0s", "http_filters": filters,
+        "stat_prefix": "vllm", "stream_idle_timeout": "600s", "http_filters": filters,
         "route_config": {"virtual_hosts": [{
             "name": "vllm", "domains": ["*"],
             "response_headers_to_add": [{"header": {"key": "x-upstream", "value": "%UPSTREAM_HOST%"}}],
@@ -72,7 +71,7 @@ def picker_envoy_config(port: int, picker: int, mode: EnvoyBodyMode, *, engines:
 
 def _any_engines() -> dict[str, Any]:
     return {"name": "engines", "type": "ORIGINAL_DST", "lb_policy": "CLUSTER_PROVIDED", "connect_timeout": "2s",
-            "circuit_breakers": _breakers(),
+            "upstream_connection_options": _keepalive(), "circuit_breakers": _breakers(),
             "original_dst_lb_config": {"use_http_header": True, "http_header_name": HEADER}}
 
 
@@ -84,7 +83,8 @@ def _known_engines(ports: Sequence[int]) -> dict[str, Any]:
               "fallback_policy": {"policies": [{"typed_extension_config": {
                   "name": "envoy.load_balancing_policies.round_robin", "typed_config": {
                       "@type": _type("extensions.load_balancing_policies.round_robin.v3.RoundRobin")}}}]}}
-    return {"name": "engines", "type": "STATIC", "connect_timeout": "2s", "circuit_breakers": _breakers(),
+    return {"name": "engines", "type": "STATIC", "connect_timeout": "2s",
+            "upstream_connection_options": _keepalive(), "circuit_breakers": _breakers(),
             "load_balancing_policy": {"policies": [{"typed_extension_config": {
                 "name": "envoy.load_balancing_policies.override_host", "typed_config": policy}}]},
             "load_assignment": {"cluster_name": "engines", "endpoints": [{
@@ -107,6 +107,11 @@ def _filter(name: str, kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _breakers() -> dict[str, Any]:
     return {"thresholds": [{"max_connections": 16384, "max_requests": 16384, "max_pending_requests": 16384,
                             "max_retries": 1024}]}
+
+
+def _keepalive() -> dict[str, Any]:
+    """An engine whose machine is gone without a word has lost its connections in a minute."""
+    return {"tcp_keepalive": {"keepalive_time": 30, "keepalive_interval": 10, "keepalive_probes": 3}}
 
 
 def _endpoint(port: int) -> dict[str, Any]:
