@@ -189,12 +189,12 @@ def test_doctor_says_which_engine_the_installation_makes(installed, versions, ok
 
 
 @pytest.mark.parametrize("world, missing, can, hints", [
-    (World.PATCHED, (), "broker, router, engine V0", {}),
-    (World.PLUGIN, (), "broker, router, engine V1", {}),
-    (World.PLUGIN, ("nixl", ), "broker, router", {}),  # of which `check_nixl` says what to do
-    (World.ALONE, ("nixl", "nats", "nkeys"), "broker, router", {
+    (World.PATCHED, (), "broker, router, picker, engine V0", {}),
+    (World.PLUGIN, (), "broker, router, picker, engine V1", {}),
+    (World.PLUGIN, ("nixl", "grpc"), "broker, router", {}),  # of which `check_nixl` says what to do
+    (World.ALONE, ("nixl", "nats", "nkeys"), "broker, router, picker", {
         "engine": 'pip install "vllm==0.32.*" "vllm-pd[engine]"', "nats": 'pip install "vllm-pd[nats]"'}),
-    (World.ALONE, ("nixl", "nkeys", "uvicorn"), "broker", {
+    (World.ALONE, ("nixl", "nkeys", "uvicorn", "grpc"), "broker", {
         "router": 'pip install "vllm-pd[router]"', "engine": 'pip install "vllm==0.32.*" "vllm-pd[engine]"',
         "nats": 'pip install "vllm-pd[nats]"'}),
 ], ids=["v0", "v1", "v1 without nixl", "router", "broker"])

@@ -27,8 +27,9 @@ def modules() -> list[str]:
 
 
 def test_b91_all_modules_import_without_the_patched_vllm():
-    """B91: what is shared knows no name of 0.9.2. `activate` changes classes of vLLM, so not in this process."""
-    names = modules()
+    """B91: what is shared knows no name of 0.9.2. `activate` changes classes of vLLM, so not in this process. The
+    picker's need gRPC, which is not beside an engine; `tests/wheel` imports them."""
+    names = [name for name in modules() if not name.startswith("vllm_pd.picker.")]
     assert "vllm_pd.peer.agent" in names and len(names) > 100
     done = subprocess.run([sys.executable, "-c", IMPORT, *names], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-5000:]

@@ -75,7 +75,7 @@ from vllm.config import VllmConfig
 from vllm_pd.v1.claim import claim_configurations
 claim_configurations()
 """)
-    assert found["changed"] == ["VllmConfig._verify_kv_transfer_compat"]
+    assert found["changed"] == ["DPEngineCoreProc._init_data_parallel", "VllmConfig._verify_kv_transfer_compat"]
 
 
 @pytest.mark.parametrize("flag", ["--disable-hybrid-kv-cache-manager", "--no-disable-hybrid-kv-cache-manager"])
