@@ -26,7 +26,8 @@ from vllm_pd.rpc.ports import take_free
 MOST_BYTES = 200_000_000  # of a router's environment, pip included
 ROUTER_IMAGE = project.ROOT / "deploy" / "containers" / "router.Containerfile"
 PYTHONS = ("3.12", "3.13")  # besides the one that runs the tests
-ABSENT = {"vllm", "torch", "numpy", "opentelemetry", "nats", "starlette"}  # the first brings or needs the next three
+# `vllm` brings or needs the next three; gRPC and `envoy` are the picker's
+ABSENT = {"vllm", "torch", "numpy", "opentelemetry", "nats", "starlette", "grpc", "envoy"}
 MODEL = Path(os.environ["VLLM_PD_MODEL"])
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys, warnings
