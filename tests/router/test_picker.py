@@ -360,15 +360,16 @@ async def test_what_an_answer_shows_of_its_engine():
         assert first.heard_s == heard_s, "the front end answers that"
         await answered(200)
         assert first.heard_s > heard_s
-        await answered(503, headers=(("Retry-After", "20"),), served=subset[0])
-        assert first.paused_until_s > first.now() + 10
+        await answered(503, headers=(("Retry-After", "4"),), served=subset[0])
+        assert first.paused_until_s > first.now() + 2
         assert [await gateway.picked() for _ in range(3)] == 3 * [endpoint(engines[1])]
+        await asyncio.sleep(1.1)  # a probe for each failure, but not more often
         probes = engines[0].probes
         await answered(500)
         await gateway.until(lambda: engines[0].probes > probes)
         assert first.state is second.state is WorkerState.UP, "the probe decides"
         engines[0].sick = Fault.ERROR
-        await asyncio.sleep(1.1)  # a probe for each failure, but not more often
+        await asyncio.sleep(1.1)
         await answered(500)
         await gateway.until(lambda: first.state is WorkerState.DOWN)
         tries = {outcome: gateway.count("vllm:pd_router_tries_total", worker=first.url, outcome=outcome)
