@@ -9,6 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
 import os
 import random
@@ -232,10 +233,17 @@ def test_b81_a_decode_engines_socket(broker, context):
         kinds = [kind for kind in (*m.TO_DECODE, *m.TO_ENGINE) if kind is not m.Drain]
         fuzzer = fuzz.Fuzzer(words, kinds, [m.Cancel, m.Grant, m.Put, m.Peers])
         total = frames(45_000)
-        growth, answers, ends = Growth(total), 0, collections.Counter()
+        growth, answers, submitted, ends = Growth(total), 0, 0, collections.Counter()
         attempts: collections.deque[m.Attempt] = collections.deque()
-        for number in range(total):
+
+        def said_enough() -> bool:
+            return ends["Prefilled"] > 0 and agent.protocol.operators.totals()["decode_granted"] > 10
+
+        # On a busy machine the engine hears few frames while their attempts are open: then there are more of them.
+        for number in itertools.takewhile(lambda number: number < total or number < 3 * total and not said_enough(),
+                                          itertools.count()):
             if number % 50 == 0:
+                submitted += 1
                 answers += fuzz.drain(*sockets)
                 ends.update(type(event).__name__ for event in take_events(agent))
                 attempts.append(decode.submit(f"r{number % 7}"))
@@ -260,8 +268,8 @@ def test_b81_a_decode_engines_socket(broker, context):
         ends.update(type(event).__name__ for event in take_events(agent))
         growth.check()
         print(dict(ends), agent.protocol.operators.totals(), agent.dropped())
-        assert ends["Released"] + ends["Prefilled"] == len(range(0, total, 50)), "each attempt came to its end"
-        assert ends["Prefilled"] and agent.protocol.operators.totals()["decode_granted"] > 10 and answers > total / 20
+        assert ends["Released"] + ends["Prefilled"] == submitted, "each attempt came to its end"
+        assert said_enough() and answers > total / 20
         dropped = agent.dropped()
         assert all(dropped[f"link_frame_{fault}"] for fault in ("shape", "content", "version", "unexpected")), dropped
         assert "link_frame_error" not in dropped and len(dropped) < 60 and dropped["link_name_taken"], dropped
