@@ -29,6 +29,7 @@ from tests.v1 import lockstep_histories, step_sync_group, test_lockstep_groups
 from tests.v1.lockstep_histories import FORMS, PER_FLEET, HistoryFleet, draw_history
 from tests.v1.simulated import write_model
 from vllm_pd.bench.checks import argument_count
+from vllm_pd.bench.outputs import argument_file, write_json
 
 WAYS = {"step sync": step_sync_group.CountedGroup, "waves": test_lockstep_groups.Group}
 PASS_S = 5.0  # a forward pass that some rank has not joined by then hangs
@@ -91,17 +92,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--histories", type=argument_count, default=100, help="default: %(default)s")
     parser.add_argument("--calls", action="store_true", help="with calls and pauses of all ranks")
-    parser.add_argument("--json", type=Path, help="write the report there")
+    parser.add_argument("--json", type=argument_file, help="write the report there")
     args = parser.parse_args()
     step_sync_group.BARRIER_S = test_lockstep_groups.MEET_S = PASS_S
     lockstep_histories.LIMIT_S = LIMIT_S
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patches:
         test_lockstep_groups.exchange_here(patches)
         report = compare(write_model(Path(folder)), args.histories, args.calls)
-    text = json.dumps(report, indent=1)
-    print(text)
+    print(json.dumps(report, indent=1))
     if args.json:
-        args.json.write_text(text + "\n")
+        write_json(args.json, report)
     return bool(report["ways"]["step sync"]["hangs"])
 
 

@@ -74,6 +74,13 @@ def check(settings: SyncSettings, named: str = DP_SYNC) -> SyncSettings:
     return settings
 
 
+def check_call_wait(settings: SyncSettings, named: str = DP_SYNC) -> None:
+    """Raises ConfigError for a `call_wait_s` that can't be."""
+    if settings.call_wait_s is not None and not 0 <= settings.call_wait_s <= 86400:
+        raise ConfigError(f"{named}.call_wait_s", settings.call_wait_s,
+                          "use 0 (each rank makes its calls at once, alone) to 86400 seconds")
+
+
 def over(group: "ProcessGroup") -> Exchange:
     """An all-gather of byte strings over the ranks' process group, on the CPU."""
     import torch

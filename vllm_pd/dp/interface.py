@@ -59,6 +59,9 @@ class GroupFailed(PDError):
     """A rank of the group is dead or does not answer. Final. Every rank gets it within the bounds of SyncSettings."""
 
 
+TOGETHER_S = 30.0  # `call_wait_s` where one front end calls all ranks
+
+
 class SyncSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The bounds of a group. Ranks with different ones refuse to form a group."""
     horizon: int = 8  # most steps agreed on beyond the current one
@@ -72,6 +75,17 @@ class SyncSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     call_wait_s: float | None = None  # None: depends on the front ends, see vllm_pd.dp.engine
     # Whether the ranks run equally many forwards. None: only if the model has experts, see vllm_pd.dp.experts.
     lockstep: bool | None = None
+
+
+class SyncOptions(SyncSettings, frozen=True, forbid_unknown_fields=True):
+    """What a user may set: the bounds of the group, and the backend of its ranks."""
+    shared_memory: bool = True  # false: use the network, even if all ranks are on one machine
+
+    def filled(self, call_wait_s: float, lockstep: bool = True) -> SyncSettings:
+        """The settings that must be equal on all ranks. `call_wait_s`: unless the user has set one."""
+        given = {key: getattr(self, key) for key in SyncSettings.__struct_fields__}
+        wait_s = call_wait_s if self.call_wait_s is None else self.call_wait_s
+        return SyncSettings(**given | {"call_wait_s": wait_s, "lockstep": lockstep})
 
 
 class SyncCounters(msgspec.Struct):

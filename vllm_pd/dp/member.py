@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from typing import Any
 
 from vllm_pd.dp.calls import CallAction, CallState
 from vllm_pd.dp.core import Lookahead, Participant, StepRequest
@@ -31,6 +32,15 @@ def end_process(error: GroupFailed) -> None:
     sys.stderr.write(f"vllm-pd: data-parallel group failed, ending this process: {error}\n")
     sys.stderr.flush()
     os._exit(1)
+
+
+def end_engine(engine: Any) -> None:
+    """An `abort` for vLLM's engine, whose loop is stuck in a collective with a dead rank: report that to its front
+    ends, and end this process."""
+    try:
+        engine._send_engine_dead()
+    finally:
+        os._exit(1)
 
 
 class BaseMember(ABC):

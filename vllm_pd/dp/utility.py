@@ -51,6 +51,14 @@ def name_of(kind: str, number: int = 0) -> int:
     return int.from_bytes(digest, "little") or 1
 
 
+def failed_call(request: UtilityRequest, failure: str) -> tuple[int, Any]:
+    """The answer to a call that no rank makes, as it goes into the output queue of vLLM's engine."""
+    from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
+    client, call_id, method, _ = request
+    output = UtilityOutput(call_id, failure_message=f"Call to {method} method failed: {failure}")
+    return client, EngineCoreOutputs(utility_output=output)
+
+
 class UtilityCalls:
     """The calls that wait, oldest first. For the engine loop's thread only.
 

@@ -193,9 +193,8 @@ class EndpointPicker:
         return [worker for worker in self._workers.up(model) if worker not in left_out]
 
     def _unplaced(self, request: PickRequest, model: str | None) -> PickRefused:
-        if self._pickable(model, request.subset):
-            return self.refused(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later", "full",
-                                request.path, self._options.retry_after_s)
-        text, reason = (("no worker is up: try again later", "none_up") if request.subset is None else
-                        ("no worker of those that the gateway allows is up: try again later", "subset"))
-        return self.refused(HTTPStatus.SERVICE_UNAVAILABLE, text, reason, request.path, self._options.retry_after_s)
+        any_up, retry_after_s = bool(self._pickable(model, request.subset)), self._options.retry_after_s
+        if any_up or request.subset is None:
+            return PickRefused(*self.errors.unplaced(any_up, retry_after_s, request.path))
+        return self.refused(HTTPStatus.SERVICE_UNAVAILABLE, "no worker of those that the gateway allows is up: try "
+                            "again later", "subset", request.path, retry_after_s)

@@ -8,7 +8,6 @@ step. A second signal ends at once what is open.
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 from collections.abc import Callable
@@ -21,20 +20,16 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.extras import require_extra
 from vllm_pd.picker.endpoints import WorkerEndpoints
 from vllm_pd.picker.options import PickerOptions
 from vllm_pd.picker.picking import OTHER, EndpointPicker
 from vllm_pd.picker.stream import PickerStream, Read
 from vllm_pd.picker.wire import BadMessage, refusal
-from vllm_pd.router import descriptors
 from vllm_pd.router.bodies import BodyBudget
-from vllm_pd.router.judgement import Judgement
+from vllm_pd.router.judgement import Judgement, prepare_process
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.policy import RoutingPolicyConfig
-from vllm_pd.router.tokenizer import LIBRARY
 from vllm_pd.rpc.addresses import url_of
-from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
 
 logger = logging.getLogger("vllm.pd.picker")
@@ -57,12 +52,7 @@ STOP_S = 5.0  # for what is cancelled to end
 def serve(options: PickerOptions, policy: RoutingPolicyConfig) -> None:
     """Run a picker until SIGINT or SIGTERM. Raises ConfigError for an invalid setting or a port in use, MissingPackage
     for a broker that needs the extra `nats`."""
-    if options.broker is not None and NatsAddress.is_url(options.broker):
-        require_extra("nats")
-    for name, value in LIBRARY.items():
-        os.environ.setdefault(name, value)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    descriptors.raise_limit()
+    prepare_process(options)
     asyncio.run(_serve(PickerServer(options, policy)))
 
 

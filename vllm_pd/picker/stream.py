@@ -112,7 +112,7 @@ class PickerStream:
             if known is not None:
                 held.check_length(known)
             if head.request_mode in wire.WHOLE:  # the whole body comes in one message: room for it before that
-                held.reserve(self._options.max_body_bytes if known is None else known)
+                held.add(self._options.max_body_bytes if known is None else known)
                 await self._write(wire.waiting_for_body())
             return await self._collect(head, held)
         except BodyRefused as refused:

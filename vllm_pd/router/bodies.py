@@ -28,7 +28,8 @@ class BodyBudget:
 
 
 class HeldBody:
-    """The bytes of one body. Bytes that have arrived count, and those that were reserved."""
+    """The bytes of one body. Bytes that have arrived count, and those of a body that comes in one piece before
+    it comes."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -48,18 +49,13 @@ class HeldBody:
             raise BodyRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                               f"the body has more than {self._budget.max_bytes} bytes", final=True)
 
-    def reserve(self, count: int) -> None:
-        """Count `count` bytes of a body that comes in one piece, before it comes. Raises BodyRefused where a limit is
-        exceeded."""
-        self.add(count)
-
     def settle(self, count: int) -> None:
-        """The body for which room was reserved has come, and has `count` bytes. Raises BodyRefused where it has more
-        than were reserved and exceeds a limit."""
+        """The body, all of which was counted before it came, has come and has `count` bytes. Raises BodyRefused where
+        it has more than were counted and exceeds a limit."""
         self.add(count - self._bytes)
 
     def add(self, count: int) -> None:
-        """Count `count` more bytes that have arrived. Raises BodyRefused where a limit is exceeded."""
+        """Count `count` more bytes that have arrived, or will. Raises BodyRefused where a limit is exceeded."""
         self._bytes += count
         self._budget.held_bytes += count
         self.check_length(self._bytes)

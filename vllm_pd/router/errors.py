@@ -30,9 +30,10 @@ class RouterErrors:
             headers.append((b"retry-after", str(max(1, round(retry_after_s))).encode()))
         return RouterResponse(status.value, self.body(status, text, path), headers)
 
-    def unplaced(self, model: str | None, retry_after_s: float, path: str) -> tuple[RouterResponse, str]:
-        """The answer to a request that no worker may get, and why; the label of a counter."""
-        if self._workers.any_up(model):
+    def unplaced(self, any_up: bool, retry_after_s: float, path: str) -> tuple[RouterResponse, str]:
+        """The answer to a request that no worker may get, and why; the label of a counter. `any_up`: a worker that is
+        full could get it."""
+        if any_up:
             return self.response(HTTPStatus.TOO_MANY_REQUESTS, "all workers are full: try again later", retry_after_s,
                                  path), "full"
         return self.response(HTTPStatus.SERVICE_UNAVAILABLE, "no worker is up: try again later", retry_after_s,

@@ -5,12 +5,16 @@ The router asks it for each request that it forwards, the endpoint picker (`vllm
 gateway forwards. It joins the parts: discovery and registry add workers, probes take them up and out, a worker that
 came up joins its model's family, and then its events are read. The placer has the rest.
 """
+import logging
+import os
 import random
 import ssl
 from typing import Any
 
 import msgspec
 
+from vllm_pd.extras import require_extra
+from vllm_pd.router import descriptors
 from vllm_pd.router.discovery import Discovery
 from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
@@ -19,9 +23,22 @@ from vllm_pd.router.placing import Placer
 from vllm_pd.router.policy import Policy, RoutingPolicyConfig
 from vllm_pd.router.probe import GenerationProbes
 from vllm_pd.router.subscriptions import EventSubscriptions
+from vllm_pd.router.tokenizer import LIBRARY
 from vllm_pd.router.tokens import TokenPool
 from vllm_pd.router.worker_session import WorkerSession
 from vllm_pd.router.workers import RouterWorker, Workers
+from vllm_pd.rpc.nats_address import NatsAddress
+
+
+def prepare_process(options: RouterOptions) -> None:
+    """What a process that makes a judgement does first. Raises MissingPackage for a broker that needs the extra `nats`.
+    """
+    if options.broker is not None and NatsAddress.is_url(options.broker):
+        require_extra("nats")
+    for name, value in LIBRARY.items():
+        os.environ.setdefault(name, value)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    descriptors.raise_limit()
 
 
 class Judgement:

@@ -229,7 +229,7 @@ class RouterProxy:
             answer = error(HTTPStatus.BAD_GATEWAY, "no worker could answer this request")
             reason = "tries"
         else:
-            answer, reason = self._errors.unplaced(model, retry_after_s, request.path)
+            answer, reason = self._errors.unplaced(self._workers.any_up(model), retry_after_s, request.path)
         self._metrics.refused.labels(reason).inc()
         extra = [(b"x-vllm-pd-explain", responses.compact({"refused": reason, "tries": request.tries}))]
         await client.whole(RouterResponse(answer.status, answer.body, answer.headers + extra * request.explain))

@@ -8,21 +8,17 @@ skips the first step. A second signal ends open requests at once.
 import asyncio
 import logging
 import math
-import os
 import signal
 import socket
 from types import FrameType
 
 import uvicorn
 
-from vllm_pd.extras import require_extra
 from vllm_pd.frontend.edge import Edge, EdgeLimits
-from vllm_pd.router import descriptors
 from vllm_pd.router.app import RouterApp
+from vllm_pd.router.judgement import prepare_process
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import RoutingPolicyConfig
-from vllm_pd.router.tokenizer import LIBRARY
-from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.rpc.ports import require_free
 
 logger = logging.getLogger("vllm.pd.router")
@@ -36,12 +32,7 @@ TICK_S = 0.1
 def serve(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
     """Run a router until SIGINT or SIGTERM. Raises ConfigError for an invalid setting or a port in use, MissingPackage
     for a broker that needs the extra `nats`."""
-    if options.broker is not None and NatsAddress.is_url(options.broker):
-        require_extra("nats")
-    for name, value in LIBRARY.items():
-        os.environ.setdefault(name, value)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    descriptors.raise_limit()
+    prepare_process(options)
     router = RouterApp(options, policy)
     if router.max_clients < router.options.max_connections:
         logger.warning("clients may have %d connections, not %d: no more descriptors are allowed (ulimit -n)",

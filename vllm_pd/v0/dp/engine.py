@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import signal
 import threading
 import time
@@ -30,8 +29,10 @@ import msgspec
 
 from vllm_pd import dp
 from vllm_pd.dp.forwards import Forwards
-from vllm_pd.dp.interface import GroupFailed, StepDecision, SyncSettings
-from vllm_pd.dp.utility import UtilityCalls, UtilityRequest, kind_of, name_of
+from vllm_pd.dp.group import check_call_wait
+from vllm_pd.dp.interface import TOGETHER_S, GroupFailed, StepDecision, SyncOptions, SyncSettings
+from vllm_pd.dp.member import end_engine
+from vllm_pd.dp.utility import UtilityCalls, UtilityRequest, failed_call, kind_of, name_of
 from vllm_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import DPEngineCoreProc
 
 SETTINGS_KEY = "dp_sync"  # in VllmConfig.additional_config: the fields of DpSyncOptions
-TOGETHER_S = 30.0  # `call_wait_s` where one front end calls all ranks
 # The methods that reach the workers and may run collectives there, or change what a forward pass uses.
 TOGETHER = frozenset({"collective_rpc", "execute_dummy_batch", "sleep", "wake_up"})
 RANK_BITS = 16  # the low bits of a call's number, which differ by rank; the high bits are the same on all ranks
@@ -49,15 +49,13 @@ REST_POLL_S = 0.05  # how often a rank at rest polls for the end of KV transfers
 log = logging.getLogger("vllm.pd")
 
 
-class DpSyncOptions(SyncSettings, frozen=True, forbid_unknown_fields=True):
-    """What a user may set: the bounds of the group, and the backend of its ranks."""
-    shared_memory: bool = True  # false: use the network, even if all ranks are on one machine
+class DpSyncOptions(SyncOptions, frozen=True, forbid_unknown_fields=True):
+    """What a user may set."""
 
     def sync_settings(self, one_front_end: bool, offline: bool, lockstep: bool = True) -> SyncSettings:
         """The settings that must be equal on all ranks, with the defaults filled in. For the parameters see `wait_s`.
         """
-        given = {key: getattr(self, key) for key in SyncSettings.__struct_fields__}
-        return SyncSettings(**given | {"call_wait_s": self.wait_s(one_front_end, offline), "lockstep": lockstep})
+        return self.filled(self.wait_s(one_front_end, offline), lockstep)
 
     def wait_s(self, one_front_end: bool, offline: bool) -> float:
         """The `call_wait_s` to use, in seconds. `one_front_end`: it calls all ranks at once. `offline`: each rank runs
@@ -76,9 +74,7 @@ def settings_of(additional_config: object) -> DpSyncOptions:
     except msgspec.ValidationError as error:
         keys = ", ".join(DpSyncOptions.__struct_fields__)
         raise ConfigError(f"additional_config.{SETTINGS_KEY}", given, f"{error}; the keys are {keys}") from error
-    if settings.call_wait_s is not None and not 0 <= settings.call_wait_s <= 86400:
-        raise ConfigError(f"additional_config.{SETTINGS_KEY}.call_wait_s", settings.call_wait_s,
-                          "use 0 (each rank makes its calls at once, alone) to 86400 seconds")
+    check_call_wait(settings)
     return settings
 
 
@@ -292,10 +288,7 @@ class EngineSync:
         make(EngineCoreRequestType.UTILITY, request)
 
     def _fail(self, request: UtilityRequest, failure: str) -> None:
-        from vllm.v1.engine import EngineCoreOutputs, UtilityOutput
-        client, call_id, method, _ = request
-        output = UtilityOutput(call_id, failure_message=f"Call to {method} method failed: {failure}")
-        self._engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
+        self._engine.output_queue.put_nowait(failed_call(request, failure))
 
     def _most_steps(self) -> int:
         requests = self._engine.scheduler.requests
@@ -333,8 +326,4 @@ class EngineSync:
             raise SystemExit
 
     def _abort(self, error: GroupFailed) -> None:
-        """The loop is stuck in a collective with a dead rank: report that to the front ends, and end this process."""
-        try:
-            self._engine._send_engine_dead()
-        finally:
-            os._exit(1)
+        end_engine(self._engine)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_pd.dp.group import check
-from vllm_pd.dp.interface import SyncSettings
+from vllm_pd.dp.group import check, check_call_wait
+from vllm_pd.dp.interface import TOGETHER_S, SyncOptions, SyncSettings
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.checks import check_features, check_limits
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 STEP_SYNC = "step_sync"  # in kv_connector_extra_config
 ADDITIONAL_KEY = "vllm_pd_step_sync"  # in additional_config; `vllm_pd.v1.plugin` looks for it on the command line
-TOGETHER_S = 30.0  # `call_wait_s` where one front end calls all ranks
 
 _LIMITS = {
     "prefill_schedule_interval": (1, "use 1: a prompt that waits would wait for a step that no rank makes"),
@@ -29,16 +28,13 @@ _FEATURES = {
 }
 
 
-class StepSyncOptions(SyncSettings, frozen=True, forbid_unknown_fields=True):
-    """What a user may set: the bounds of the group, and the backend of its ranks."""
-    shared_memory: bool = True  # false: use the network, even if all ranks are on one machine
+class StepSyncOptions(SyncOptions, frozen=True, forbid_unknown_fields=True):
+    """What a user may set."""
 
     def settings(self, one_front_end: bool) -> SyncSettings:
         """The settings that must be equal on all ranks. `one_front_end`: it calls all ranks at once. Otherwise each
         call reaches one server after another, if all, and a rank makes it at once, alone."""
-        given = {key: getattr(self, key) for key in SyncSettings.__struct_fields__}
-        wait_s = self.call_wait_s if self.call_wait_s is not None else TOGETHER_S if one_front_end else 0.0
-        return SyncSettings(**given | {"call_wait_s": wait_s, "lockstep": True})
+        return self.filled(TOGETHER_S if one_front_end else 0.0)
 
 
 OPTIONS = tuple(key for key in StepSyncOptions.__struct_fields__ if key != "lockstep")
@@ -59,9 +55,7 @@ def parse(value: Any) -> StepSyncOptions | None:
         options = msgspec.convert(dict(value), StepSyncOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(ADDITIONAL_KEY, value, f"{error}; the keys are {keys}") from error
-    if options.call_wait_s is not None and not 0 <= options.call_wait_s <= 86400:
-        raise ConfigError(f"{ADDITIONAL_KEY}.call_wait_s", options.call_wait_s,
-                          "use 0 (each rank makes its calls at once, alone) to 86400 seconds")
+    check_call_wait(options, ADDITIONAL_KEY)
     check(options, ADDITIONAL_KEY)
     return options
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType, UtilityOutput
+from vllm.v1.engine import EngineCoreRequestType
 
 from vllm_pd import dp
 from vllm_pd.dp.forwards import Forwards
 from vllm_pd.dp.interface import GroupFailed, StepDecision
-from vllm_pd.dp.utility import UtilityCalls, UtilityRequest, kind_of, name_of
+from vllm_pd.dp.member import end_engine
+from vllm_pd.dp.utility import UtilityCalls, UtilityRequest, failed_call, kind_of, name_of
 from vllm_pd.extras import version_of
 from vllm_pd.v1.lockstep.options import ADDITIONAL_KEY
 from vllm_pd.v1.lockstep.store import over_store
@@ -187,13 +187,7 @@ class StepSync:
         self._engine.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     def _fail(self, request: UtilityRequest, failure: str) -> None:
-        client, call_id, method, _ = request
-        output = UtilityOutput(call_id, failure_message=f"Call to {method} method failed: {failure}")
-        self._engine.output_queue.put_nowait((client, EngineCoreOutputs(utility_output=output)))
+        self._engine.output_queue.put_nowait(failed_call(request, failure))
 
     def _abort(self, error: GroupFailed) -> None:
-        """The loop is stuck in a collective with a dead rank: report that to the front ends, and end this process."""
-        try:
-            self._engine._send_engine_dead()
-        finally:
-            os._exit(1)
+        end_engine(self._engine)
