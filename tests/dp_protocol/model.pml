@@ -7,15 +7,18 @@
  * -DN=ranks -DREQUESTS=n (-DSHORT: of one forward only) -DABORTS=n choose the size, -DLEAD=n how far ahead to ask, -DSHM the shared page instead of the coordinator,
  * and with it -DCALLS=n so many calls that all ranks make, each of which waits for all ranks or, with -DNO_WAIT, for none;
  * -DPOSTPONES=n how often rank 0 may postpone one, and -DSTOPS=1 has one rank stop for ever anywhere. -DSHM -DLEAVES lets ranks leave,
- * any or all of them, whenever they have no work; whoever has left gets no request.
+ * any or all of them, whenever they have no work; whoever has left gets no request. -DPARKS=n so many requests whose prompts a peer
+ * prefills: it may resume them, in any rank's next turn, or never; they may end early while they are parked, and when they resume.
  * -DONE_SIDED, -DSENDER_EXCLUDED, -DEDGE_WAKE, -DLATCHED, -DCACHED_STOP, (with SHM) -DNO_BELL and -DLATE_STORE, and (with CALLS)
  * -DREADY_ASKS, -DNOT_FINAL, -DREAD_LAST, -DNO_CALL_WAKEUP, (with POSTPONES) -DSTAYS_READY and -DFORGETS, and (with STOPS) -DNO_DONE
- * break it, as do (with LEAVES) -DLEAVES_AT_ONCE, -DNO_LEAVE_WAKEUP and -DENDS_EARLY; spin must find that.
+ * break it, as do (with LEAVES) -DLEAVES_AT_ONCE, -DNO_LEAVE_WAKEUP and -DENDS_EARLY,
+ * and (with PARKS) -DPARKED_STEPS, -DNO_RESUME_WAKEUP and -DABORT_UNASKS; spin must find that.
  *
  * Spin looks at every order of events. What it proves: there is no state in which nothing can happen, but that in which all
  * ranks wait at their queue without work, having begun equally many forwards, none beyond the horizon, and made all calls, each
- * after the same forward. With LEAVES: or all have left, and ended after equally many forwards. With STOPS: but that in which each other rank waits for nobody, or the watching threads look, as there are
- * steps to run, or a call waits for somebody or is not done everywhere: then they find out who is silent.
+ * after the same forward. With PARKS: no forward begins before any request had work, and all that resumed have ended.
+ * With LEAVES: or all have left, and ended after equally many forwards. With STOPS: but that in which each other rank waits for nobody, or
+ * the watching threads look, as there are steps to run, or a call waits for somebody or is not done everywhere: then they find out who is silent.
  */
 #ifndef N
 #define N 2
@@ -43,6 +46,18 @@ bool asleep[N];   /* in queue.get() */
 bool latch[N];    /* of the broken ones */
 byte last;        /* the last forward begun with work */
 bool inbox[N];    /* something is in the input queue; how much does not matter */
+
+#ifdef PARKS
+byte parked[N];   /* requests that wait for a peer */
+byte heard[N];    /* forwards of those that resume, at which the rank's loop has not looked yet */
+bool had_work;    /* any rank, ever */
+#ifdef PARKED_STEPS
+#define has_work(i) (work[i] > 0 || parked[i] > 0)
+#endif
+#endif
+#ifndef PARKED_STEPS
+#define has_work(i) (work[i] > 0)
+#endif
 
 #ifdef SHM
 byte asked[N];    /* the page */
@@ -194,6 +209,13 @@ proctype Rank(byte i) {
     bool urgent, worked;
 decide:
     skip;
+#ifdef PARKS
+    d_step {
+        had_work = had_work || heard[i] > 0;
+        work[i] = work[i] + heard[i];
+        heard[i] = 0
+    };
+#endif
 #ifdef LEAVES
     if
     :: atomic { leaving[i] && !has_left[i] && work[i] == 0 -> has_left[i] = true; asked[i] = agreed[i] }
@@ -292,12 +314,12 @@ begin:
         target = 0;
         urgent = false;
         if
-        :: work[i] > 0 && may_step(i) ->
+        :: has_work(i) && may_step(i) ->
             worked = true;
 #ifdef SENDER_EXCLUDED
             enough = begun[i] + 1;
 #else
-            enough = begun[i] + 1 + (work[i] - 1 < LEAD -> work[i] - 1 : LEAD);
+            enough = begun[i] + 1 + (work[i] <= LEAD -> (work[i] > 0 -> work[i] - 1 : 0) : LEAD);
 #endif
             urgent = begun[i] + 1 > agreed[i];
             if
@@ -315,10 +337,13 @@ begin:
 #elif defined(CACHED_STOP)
         :: work[i] == 0 && begun[i] < agreed[i] && !latch[i] -> worked = false; begun[i]++
 #else
-        :: !(work[i] > 0 && may_step(i)) && begun[i] < last_step(i) -> worked = false; begun[i]++
+        :: !(has_work(i) && may_step(i)) && begun[i] < last_step(i) -> worked = false; begun[i]++
 #endif
         :: else -> goto check
         fi;
+#ifdef PARKS
+        assert(had_work);
+#endif
         assert(begun[i] <= last + HORIZON)
     }
 #ifdef LATE_STORE
@@ -401,7 +426,10 @@ check:
 #ifdef LEAVES
         :: leaving[i] && !has_left[i] || ends(i) -> goto decide
 #endif
-        :: work[i] > 0 && may_step(i) -> goto decide
+#ifdef PARKS
+        :: heard[i] > 0 -> goto decide
+#endif
+        :: has_work(i) && may_step(i) -> goto decide
         :: else
         fi
     }
@@ -514,6 +542,9 @@ proctype Requests() {
 #endif
 #endif
             fi;
+#ifdef PARKS
+            had_work = true;
+#endif
             put(i);
             left--
         }
@@ -524,6 +555,46 @@ proctype Requests() {
     od;
     i = 0
 }
+
+#ifdef PARKS
+inline prefilled(j) {
+    parked[j]--;
+    if
+    :: heard[j]++
+    :: heard[j] = heard[j] + 2
+    :: skip /* it has ended early */
+    fi;
+#ifndef NO_RESUME_WAKEUP
+    put(j)
+#endif
+}
+
+inline ends_early(j) { /* one that resumes, or has resumed */
+    heard[j] = 0;
+    work[j] = 0;
+#ifdef ABORT_UNASKS
+    agreed[j] = begun[j];
+#endif
+    put(j)
+}
+
+proctype Peer() {
+    byte left = PARKS, aborts = PARKS, i;
+end_peer:
+    do
+    :: left > 0 -> select(i : 0 .. N - 1); atomic { parked[i]++; put(i); left-- }
+    :: atomic { parked[0] > 0 -> prefilled(0) }
+    :: atomic { parked[1] > 0 -> prefilled(1) }
+    :: atomic { aborts > 0 && heard[0] + work[0] > 0 -> aborts--; ends_early(0) }
+    :: atomic { aborts > 0 && heard[1] + work[1] > 0 -> aborts--; ends_early(1) }
+#if N > 2
+    :: atomic { parked[2] > 0 -> prefilled(2) }
+    :: atomic { aborts > 0 && heard[2] + work[2] > 0 -> aborts--; ends_early(2) }
+#endif
+    :: left == 0 -> break /* or is gone, and nobody resumes what is parked */
+    od
+}
+#endif
 
 #ifdef LEAVES
 proctype Leaver(byte i) {
@@ -570,6 +641,9 @@ end_monitor:
 #else
         for (j : 0 .. N - 1) {
             assert(work[j] == 0 && !inbox[j]);
+#ifdef PARKS
+            assert(heard[j] == 0);
+#endif
 #ifdef CALLS
             assert(made[j] == CALLS && coming[j] + held[j] == 0);
 #endif
@@ -596,6 +670,9 @@ init {
         run Coordinator();
 #endif
         run Requests();
+#ifdef PARKS
+        run Peer();
+#endif
         run Monitor();
         i = 0
     }
