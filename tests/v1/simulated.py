@@ -367,8 +367,8 @@ class FakeAccess:
         while any(one is newest for one in self._engine.begun_steps):
             self._engine.turn()
 
-    def publish(self, stats):
-        self._engine.figures.append(stats.kv_connector_stats)
+    def publish(self, stats, front_end=0):
+        self._engine.arrived(front_end, stats)
 
     def close(self):
         """Nothing to cancel."""
@@ -436,7 +436,8 @@ class Engine:
         self.cached: dict[str, int] = {}  # tokens, as the client's usage says
         self.created: dict[str, int] = {}  # its created_cache_tokens
         self.params: dict[str, dict] = {}  # the kv_transfer_params of answers
-        self.figures: list[dict] = []  # as they reach the front end
+        self.figures: list[dict] = []  # as they reach the front ends
+        self.figures_of: dict[int, list[dict]] = collections.defaultdict(list)  # by the front end
         self.released: set[Attempt] = set()
         self.ends_chunks = transfer is None  # all writes but the last of a job, after each turn
         self._jobs: dict[str, list[int]] = {}  # the prompts of peers, by the name of their attempt
@@ -633,11 +634,11 @@ class Engine:
 
     def deliver(self, outputs) -> None:
         """What the front end does with a step's outputs."""
-        for eco in outputs.values():
+        for client, eco in outputs.items():
             found = eco.scheduler_stats and eco.scheduler_stats.prefix_cache_stats
             assert not found or min(found.requests, found.queries, found.hits) >= 0, "a counter would be taken back"
             if eco.scheduler_stats is not None and eco.scheduler_stats.kv_connector_stats:
-                self.figures.append(eco.scheduler_stats.kv_connector_stats)
+                self.arrived(client, eco.scheduler_stats)
             for one in eco.outputs:
                 assert one.request_id in self.prompts, f"{one.request_id} is no client's"
                 self.outputs[one.request_id] += one.new_token_ids
@@ -649,6 +650,12 @@ class Engine:
                 if one.finish_reason is not None:
                     assert one.request_id not in self.ended, f"{one.request_id} ended twice"
                     self.ended[one.request_id] = str(one.finish_reason)
+
+    def arrived(self, front_end: int, stats) -> None:
+        """These statistics have reached a front end."""
+        if stats.kv_connector_stats is not None:
+            self.figures.append(stats.kv_connector_stats)
+            self.figures_of[front_end].append(stats.kv_connector_stats)
 
     def run(self, turns: int = 500) -> None:
         """Until the engine sleeps or has nothing to do."""

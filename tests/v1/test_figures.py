@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our figures go from EngineCore to the front end's registry by V1's own way."""
 import msgspec
+import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from tests.v1.simulated import Engine
@@ -90,6 +91,28 @@ def test_figures_and_load_of_the_last_step_leave_an_engine_that_rests(model_fold
         prom.observe(one)
     assert value("handover_seconds_count", stage="first_step") == before + 1
     assert (engine.protocol.load.running, engine.protocol.load.waiting) == (0, 0)
+    published = len(engine.figures)
+    for _ in range(3):
+        assert not engine.scheduler.has_requests()
+    assert len(engine.figures) == published
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_b43_the_states_of_an_engine_that_rests_are_right_whichever_front_end_is_late(model_folder, in_flight, order):
+    """B43: of two processes' gauges the one that was set last counts."""
+    engine = Engine(model_folder, in_flight)
+    parked(engine)
+    engine.add("b", [5] * 9, client_index=1)
+    engine.run()
+    engine.prefilled("a")
+    engine.run()
+    for front_end in order:
+        assert engine.figures_of[front_end], f"front end {front_end} hears of it"
+        shown = [value for data in engine.figures_of[front_end] for name, *value in data["calls"]
+                 if name == "parked_blocks"]
+        assert shown[-1] == [0]
+    counts = [name for data in engine.figures for name, *_ in data["calls"] if name == "attempt"]
+    assert len(counts) == 1, "a count is counted once"
     published = len(engine.figures)
     for _ in range(3):
         assert not engine.scheduler.has_requests()

@@ -32,7 +32,7 @@ from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote, scope_of
-from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder
+from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder, states_beside
 from vllm_pd.v1.prefill import InternalRequests
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class V1Handover(Handover):
         reader = AdapterReader(access.wake)
         self.adapters = AdapterBook(scheduler.lora_config, reader, config.role is Role.PREFILL)
         self._listed: tuple[str, ...] = ()  # of the adapters' scopes
+        self._front_ends: set[int] = set()  # that have sent a request
         self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, capacity.rows,
                                               metrics, self.speed, self.adapters)
         self.prefill_jobs: InternalRequests | None = None
@@ -165,6 +166,8 @@ class V1Handover(Handover):
         as requests of their own with the session's id, and V1 does not schedule these."""
         self.changed()
         self._has_new = True
+        if not self._is_internal(request):
+            self._front_ends.add(request.client_index)
         if request.lora_request is not None and not self._is_internal(request):
             self.adapters.note_use(request.lora_request)
             if self._has_jobs():
@@ -419,12 +422,17 @@ class V1Handover(Handover):
         self._progress.finished_transfers.clear()
 
     def _publish_stats(self) -> None:
-        """Send the figures, with which no step goes now."""
+        """Send the figures, with which no step goes now. Those of steps went to any front end. Of several, one may be
+        late, and what is set last counts: so each gets the states once more."""
         self._metrics_due = 0.0
         self._update_metrics()
         ours = self._metrics.take()
-        if ours is not None and (stats := self._scheduler.make_stats(None, ours)) is not None:
-            self._access.publish(stats)
+        have_several = len(self._front_ends) > 1
+        if (ours is None and not have_several) or (stats := self._scheduler.make_stats(None, ours)) is None:
+            return
+        self._access.publish(stats)
+        for front_end in self._front_ends if have_several else ():
+            self._access.publish(states_beside(stats, self._metrics.states()), front_end)
 
     def _to_ranks(self, requests: list[TransferRequest]) -> None:
         (self.transfer.execute if self.prefill_jobs is None else self.prefill_jobs.append_requests)(requests)

@@ -190,9 +190,9 @@ class EngineAccess:
         while newest is not None and newest in queue:
             self._engine._process_engine_step()
 
-    def publish(self, stats: SchedulerStats) -> None:
-        """Send these statistics to a front end, without a step."""
-        self._engine.output_queue.put_nowait((0, EngineCoreOutputs(scheduler_stats=stats)))
+    def publish(self, stats: SchedulerStats, front_end: int = 0) -> None:
+        """Send these statistics to that front end, without a step."""
+        self._engine.output_queue.put_nowait((front_end, EngineCoreOutputs(scheduler_stats=stats)))
 
     def close(self) -> None:
         """Cancel the timer."""

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_pd.handover.metrics import PDMetrics
 
@@ -63,6 +64,10 @@ class MetricsRecorder:
         self._states.clear()  # a gauge keeps this dict
         return HandoverStats({"calls": calls}) if calls else None
 
+    def states(self) -> HandoverStats:
+        """The states as they were last taken, and no counts."""
+        return HandoverStats({"calls": [[name, *value] for name, value in self._sent.items()]})
+
 
 class HandoverStats(KVConnectorStats):
     """Recorded calls, as plain values."""
@@ -82,6 +87,14 @@ class HandoverStats(KVConnectorStats):
     def is_empty(self) -> bool:
         """Whether nothing was recorded."""
         return not self.data.get("calls")
+
+
+def states_beside(stats: SchedulerStats, ours: HandoverStats) -> SchedulerStats:
+    """Statistics with the states of these, as they are, and ours, and without any count."""
+    return SchedulerStats(num_running_reqs=stats.num_running_reqs, num_waiting_reqs=stats.num_waiting_reqs,
+                          num_skipped_waiting_reqs=stats.num_skipped_waiting_reqs,
+                          num_kv_fetch_reqs_by_stage=stats.num_kv_fetch_reqs_by_stage,
+                          kv_cache_usage=stats.kv_cache_usage, kv_connector_stats=ours.to_dict())
 
 
 class HandoverPromMetrics(KVConnectorPromMetrics):

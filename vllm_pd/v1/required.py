@@ -25,6 +25,7 @@ _HOOK = "replaced by ours in PDConnector"
 _STEP = "replaced by ours in the scheduler"
 _STEPS = "replaced by ours where ranks count their steps"
 _STORE = "replaced by ours in PDStoreConnector"
+_GAUGES = "of an engine that rests, for each of its front ends"
 _BESIDE = "called where OffloadingConnector is beside ours"
 
 REQUIRED: Mapping[str, tuple[Required, ...]] = {
@@ -279,6 +280,11 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/metrics/stats.py": (
         Required("SchedulerStats.prefix_cache_stats", "look-ups of our own requests are taken out of it"),
         Required("SchedulerStats.connector_prefix_cache_stats", "as prefix_cache_stats"),
+        Required("SchedulerStats.num_running_reqs", _GAUGES),
+        Required("SchedulerStats.num_waiting_reqs", _GAUGES),
+        Required("SchedulerStats.num_skipped_waiting_reqs", _GAUGES),
+        Required("SchedulerStats.num_kv_fetch_reqs_by_stage", _GAUGES),
+        Required("SchedulerStats.kv_cache_usage", _GAUGES),
         Required("PrefixCacheStats.hits_by_source", "as prefix_cache_stats"),
         Required("PrefixCacheStats.record", "counts KV that has come",
                  takes=("num_tokens", "num_hits", "preempted", "hits_by_source")),
