@@ -57,7 +57,7 @@ def test_b1_b2_two_hundred_prompts_of_many_lengths(mono, fleet):
     wait_for(lambda: done(d) >= before + 0.8 * long, f"few of the {long} long prompts were prefilled remotely")
 
 
-@pytest.mark.parametrize("p_ranks, d_ranks", [(2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("p_ranks, d_ranks", [(2, 2), (1, 2), (2, 1), (2, 4), (4, 2)])
 def test_b44_ranks_equal_and_unequal(mono, fleet, p_ranks, d_ranks):
     _, d = fleet([p_ranks], [d_ranks])
     many, before = prompts(200 + 10 * p_ranks + d_ranks, (1, 63, 64, 65, 200, 511, 700, 1300)), done(d)
