@@ -117,7 +117,7 @@ def test_a_connection_that_sends_nothing_any_more_is_closed_in_time(monkeypatch)
     monkeypatch.setattr(nats_store, "REQUEST_S", 0.1)
     client = SimpleNamespace(is_closed=False, close=never, jetstream=lambda timeout: None,
                              connected_url=SimpleNamespace(netloc="a:1"))
-    servers = nats_reach.Servers(["nats://a:1", "nats://b:1"], 2.0)
+    servers = nats_reach.NatsServers(["nats://a:1", "nats://b:1"], 2.0)
     asyncio.run(asyncio.wait_for(nats_store.Store(client, "x", servers).close(), 30))
     assert servers.urls == ["nats://b:1", "nats://a:1"]
 
@@ -769,7 +769,7 @@ async def test_b112_who_is_never_answered_gives_up(soon):
 
 
 def test_b112_a_server_that_is_of_no_use_is_tried_last():
-    servers = nats_reach.Servers(urls := [f"nats://10.0.0.{number}:4222" for number in range(1, 4)], 2.0)
+    servers = nats_reach.NatsServers(urls := [f"nats://10.0.0.{number}:4222" for number in range(1, 4)], 2.0)
     assert sorted(servers.urls) == urls
     servers.connection_ended("10.0.0.2:4222")
     assert servers.urls[-1] == urls[1]

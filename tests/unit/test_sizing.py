@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from vllm_pd import cli
 from vllm_pd.errors import ConfigError
-from vllm_pd.ops.sizing import BUSY, CacheShape, Sizing, SizingOptions, shape_of, size
+from vllm_pd.ops.sizing import BUSY, ModelCache, Sizing, SizingOptions, shape_of, size
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 SMOLLM2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
@@ -65,7 +65,7 @@ def test_what_was_not_measured_is_asked_for_and_nothing_is_made_up():
 @given(st.floats(1, 1e7), st.floats(1, 1e6), st.floats(1, 1e6), st.floats(1, 1e5))
 def test_no_engine_is_busier_than_it_may_be_and_none_is_idle(tokens_per_s, speed, answers, prompt):
     found = Sizing(SizingOptions(tokens_per_s=tokens_per_s, prefill_speed=speed, decode_speed=answers,
-                                 prompt_tokens=prompt), CacheShape(1, 1, 1, ""))
+                                 prompt_tokens=prompt), ModelCache(1, 1, 1, ""))
     assert tokens_per_s <= found.prefill * speed * BUSY * (1 + 1e-9)
     assert (found.prefill - 1) * speed * BUSY < tokens_per_s
     assert found.parked_s >= prompt / speed and found.parked_blocks >= 1

@@ -14,7 +14,7 @@ from collections.abc import Set
 
 from vllm_pd.broker import nats_store
 from vllm_pd.broker.backend import BrokerBackend
-from vllm_pd.broker.nats_reach import Servers
+from vllm_pd.broker.nats_reach import NatsServers
 from vllm_pd.broker.nats_session import Command, Mailbox, NatsSession
 from vllm_pd.broker.nats_store import AWAY, Store
 from vllm_pd.broker.queued_jobs import QueuedJobs
@@ -42,7 +42,7 @@ class NatsBackend(BrokerBackend):
         self.error: BaseException | None = None
         self._incarnation = incarnation
         self._address = address
-        self._servers = Servers(address.urls, nats_store.REQUEST_S)
+        self._servers = NatsServers(address.urls, nats_store.REQUEST_S)
         self._queued = QueuedJobs()
         self._ttl_s = ttl_s
         self._waker = Waker()

@@ -20,7 +20,7 @@ _NO_ANSWER = (nats.errors.TimeoutError, nats.errors.NoRespondersError, nats.js.e
 T = TypeVar("T")
 
 
-class Servers:
+class NatsServers:
     """The servers of one cluster in the order in which a new connection tries them, at first a random one. It tries
     each for `connect_s`: `CONNECT_S` at first, twice as long after each failure, `most_s` at most; a single server for
     `most_s`."""

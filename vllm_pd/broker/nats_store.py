@@ -30,7 +30,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
 
-from vllm_pd.broker.nats_reach import Servers, insist
+from vllm_pd.broker.nats_reach import NatsServers, insist
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.fields import stable_values
 from vllm_pd.rpc.nats_address import NatsAddress
@@ -140,7 +140,7 @@ def origin(delivered: Msg) -> tuple[float, int] | None:
 class Store:
     """One connection. `generation` names what is stored: another one means that everything from before is lost."""
 
-    def __init__(self, client: Client, prefix: str, servers: Servers):
+    def __init__(self, client: Client, prefix: str, servers: NatsServers):
         self._client = client
         self._servers, self._server = servers, client.connected_url.netloc if client.connected_url else ""
         self._puts = 0
@@ -153,7 +153,7 @@ class Store:
 
     @classmethod
     async def open(cls, address: NatsAddress, on_close: Callable[[], None], on_error: Callable[[Exception], None], *,
-                   make: bool = True, servers: Servers | None = None) -> "Store":
+                   make: bool = True, servers: NatsServers | None = None) -> "Store":
         """Connect, and make what is missing (or raise for it). `servers`: those of the address, as earlier connections
         found them. Raises AWAY."""
         async def closed() -> None:
@@ -165,7 +165,7 @@ class Store:
             faults.append(fault)
             on_error(fault)
 
-        servers = servers or Servers(address.urls, REQUEST_S)
+        servers = servers or NatsServers(address.urls, REQUEST_S)
         try:
             client = await nats.connect(
                 list(servers.urls), name="vllm-pd", dont_randomize=True, allow_reconnect=False,

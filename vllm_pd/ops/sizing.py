@@ -43,7 +43,7 @@ class SizingOptions:
 
 
 @dataclass(frozen=True)
-class CacheShape:
+class ModelCache:
     """What a token has in the KV cache: `heads` x `content` elements in each of `layers`."""
     layers: int
     heads: int
@@ -59,7 +59,7 @@ class CacheShape:
 class Sizing:
     """What the load needs. `prefill` and `decode`: engines, None where their speed was not given."""
     options: SizingOptions
-    shape: CacheShape
+    shape: ModelCache
 
     @property
     def token_bytes(self) -> int:
@@ -179,7 +179,7 @@ def refuse_mix(split: SplitOptions, load: SizingOptions) -> None:
             raise ConfigError(flag_of(field.name), getattr(ignored, field.name), cure)
 
 
-def read_shape(folder: Path) -> CacheShape:
+def read_shape(folder: Path) -> ModelCache:
     """The shape of the KV cache of the model in this folder. Raises ConfigError where there is none, and for a model
     whose KV is no multiple of its tokens."""
     file = folder / "config.json"
@@ -193,7 +193,7 @@ def read_shape(folder: Path) -> CacheShape:
     return shape_of(text, str(folder))
 
 
-def shape_of(config: Mapping[str, Any], model: str) -> CacheShape:
+def shape_of(config: Mapping[str, Any], model: str) -> ModelCache:
     """The shape by a model's configuration. Raises ConfigError naming `model`."""
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind not in WINDOWS for kind in kinds):
@@ -205,14 +205,14 @@ def shape_of(config: Mapping[str, Any], model: str) -> CacheShape:
     layers = _number(config, model, "num_hidden_layers")
     if config.get("kv_lora_rank"):
         content = _number(config, model, "kv_lora_rank") + _number(config, model, "qk_rope_head_dim")
-        return CacheShape(layers, 1, content, f"{layers} layers, MLA with {content} elements")
+        return ModelCache(layers, 1, content, f"{layers} layers, MLA with {content} elements")
     heads = _number(config, model, "num_attention_heads")
     size = (_number(config, model, "head_dim") if config.get("head_dim") is not None
             else _number(config, model, "hidden_size") // heads)
     if size < 1:
         raise ConfigError("--model", model, f"its {heads} heads are more than its hidden_size: it has no head_dim")
     kv_heads = _number(config, model, "num_key_value_heads") if "num_key_value_heads" in config else heads
-    return CacheShape(layers, kv_heads, 2 * size, f"{layers} layers, {kv_heads} KV heads of {size}")
+    return ModelCache(layers, kv_heads, 2 * size, f"{layers} layers, {kv_heads} KV heads of {size}")
 
 
 def _engines(work: float, speed: float) -> int | None:
