@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 from _lockstep.fleet import Ranks, plan_lockstep, rest
 
-from tests.v1.test_serve import END_S, PD, SERVE_ARGS, START_S, prompt, request, status_of, wait_for
-from tests.v1_engines.test_dp_groups import answer, leave, several
+from tests.v1.test_serve import PD, SERVE_ARGS, START_S, prompt, request, status_of, wait_for
+from tests.v1_engines.test_dp_groups import answer, several, some_leave
 from vllm_pd.ops.launch.plan import HOST, EnginePlan, FleetPlan
 from vllm_pd.ops.launch.up import Fleet
 from vllm_pd.ops.scrape import scrape
@@ -93,13 +93,8 @@ def test_b20_b70_clients_of_one_server_leave(mono, servers):
     """The other server's answers are right, and no rank waits for a pass of one that has nothing to do any more."""
     one, two = servers.d
     after = [prompt(400 + number, 300 + 90 * number) for number in range(4)]
-    with ThreadPoolExecutor(8) as pool:
-        left = [pool.submit(leave, one, prompt(300 + number, 1900 - number), lambda: any(
-            rank["gauges"]["decode_granted"] for rank in status_of(one)["ranks"])) for number in range(3)]
-        asked = [pool.submit(answer, two, each) for each in after]
-        for each in left:
-            each.result(END_S)
-        assert [each.result(END_S) for each in asked] == mono.generate(after)
+    left = [prompt(300 + number, 1900 - number) for number in range(3)]
+    assert some_leave(one, left, two, after) == mono.generate(after)
     servers.check()
 
 
