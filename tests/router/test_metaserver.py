@@ -25,13 +25,14 @@ MESSAGES = {"messages": [{"role": "user", "content": "a"}], "prompt": None}
 
 class PostingEngine(FaultyEngine):
     """`log` is one for all engines: who did what, in that order. As D it posts what `change` makes of its job, `times`
-    times one after the other, unless that is 0, and answers when all posts are answered, if it `waits` for that;
+    times one after the other, unless that is 0, and answers when all posts are answered, or when it `may_answer`;
     `answers` are the statuses and bodies that it got. Each post ends after `patience_s`. As P it answers when `go` is
     set."""
 
     def __init__(self, log: list[tuple[int, str]]) -> None:
         super().__init__()
-        self.log, self.times, self.waits, self.patience_s = log, 1, True, 60.0
+        self.log, self.times, self.patience_s = log, 1, 60.0
+        self.may_answer = asyncio.Event()
         self.change = lambda post: json.dumps(post).encode()
         self.answers: list[tuple[int, dict | None]] = []
         self.go = asyncio.Event()
@@ -43,12 +44,13 @@ class PostingEngine(FaultyEngine):
         if "metaserver" in params and fault is Fault.NONE:
             target, headers, _ = self.asked[-1]
             self.log.append((self.port, "asked"))
-            name = headers["x-request-id"]
+            name = headers.get("x-request-id")
             request_id = f"chatcmpl-{name}" if target.startswith(CHAT) else f"cmpl-{name}-0"
             task = asyncio.create_task(self._post(params["metaserver"], request_id))
             self.posting.add(task)
-            if self.waits:
-                await task
+            waiting = asyncio.create_task(self.may_answer.wait())
+            await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
             self.log.append((self.port, "answers"))
         elif params.get("do_remote_decode"):
             self.log.append((self.port, "asked"))
@@ -215,7 +217,7 @@ async def test_b100_after_the_first_byte_of_ds_answer_nobody_posts():
         await served.until(lambda: d.asked and empty(served))
         [(_, headers, _)] = d.asked
         d.go_on, held = None, d.go_on
-        d.times, d.waits = 1, True
+        d.times = 1
         p.go.clear()
         waiting = asyncio.create_task(served.ask())  # so that posts are read
         await served.until(lambda: p.asked)
@@ -341,7 +343,8 @@ async def test_b100_a_d_that_ends_its_post_ends_ps_request():
         d.patience_s = 0.3
         assert (await served.ask()).json["from"] == d.port and d.answers == [(0, None)]
         await served.until(lambda: outcomes(served) == {"gone": 1})
-        assert sum(p.cancelled for p in ps) == sum(len(p.asked) for p in ps) == 1, "no other P is asked"
+        await served.until(lambda: sum(p.cancelled for p in ps) == 1)
+        assert sum(len(p.asked) for p in ps) == 1, "no other P is asked"
         assert all(served.worker(p).state is WorkerState.UP for p in ps)
 
 
@@ -349,9 +352,10 @@ async def test_b100_ps_answer_may_come_after_ds():
     """D has the KV when P has written it, which is before P answers."""
     async with posting(1, 1) as (served, [d, p]):
         p.go.clear()
-        d.waits = False
-        assert (await served.ask()).json["from"] == d.port
+        asked = asyncio.create_task(served.ask())
         await served.until(lambda: p.asked)
+        d.may_answer.set()
+        assert (await asked).json["from"] == d.port and not d.answers
         p.go.set()
         await served.until(lambda: d.answers == [(200, None)])
         assert outcomes(served) == {"done": 1} and not p.cancelled and empty(served)

@@ -69,7 +69,7 @@ class OpenTry:
         self.body = prefill_form.decode_body(fields, msgspec.json.encode(
             {"do_remote_decode": False, "do_remote_prefill": True, "metaserver": url}))
         self.post: ClientConnection | None = None  # D's
-        self.ended = False
+        self.is_dropped = False  # it has ended before D has answered
         self._open_tries = open_tries
         open_tries[self.request_id] = self
 
@@ -80,8 +80,8 @@ class OpenTry:
     def end(self, answered: bool) -> None:
         """The try has ended. Unless D has `answered`, nobody needs the prompt's KV any more."""
         self.answer_begins()
-        self.ended = True
-        if not answered and self.post is not None:
+        self.is_dropped = not answered
+        if self.is_dropped and self.post is not None:
             self.post.leave()
 
 
@@ -149,7 +149,7 @@ class Metaserver:
         try:
             outcome = await self._prefill(this, body, client)
         except ClientGone:
-            return self._refuse(PostOutcome.ENDED if this.ended else PostOutcome.GONE, HTTPStatus.CONFLICT,
+            return self._refuse(PostOutcome.ENDED if this.is_dropped else PostOutcome.GONE, HTTPStatus.CONFLICT,
                                 f"request_id={request_id!r} has ended")
         if outcome is PostOutcome.DONE:
             return outcome, RouterResponse.of_json(None)
