@@ -92,7 +92,9 @@ def routed(mono):
             found = Routed(loop, fleet, post, record)
             try:
                 wait_for(lambda: [one["state"] for one in found.workers()] == ["up"] * 3, found.workers)
-                wait_for(lambda: all(gauges(url)["peers"] == 2 for url in (found.decode, *found.producers)))
+                everybody = (found.decode, *found.producers)
+                wait_for(lambda: [gauges(url)["peers"] for url in everybody] == [2, 1, 1],
+                         lambda: [gauges(url)["peers"] for url in everybody])
                 yield found
             finally:
                 found.close()
