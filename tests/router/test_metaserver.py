@@ -3,6 +3,8 @@
 prefill engine (P) is to compute."""
 import asyncio
 import json
+import re
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -16,7 +18,8 @@ from vllm_pd.protocol import messages as m
 from vllm_pd.router import metaserver
 from vllm_pd.router.options import RouterOptions
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.workers import WorkerState
+from vllm_pd.router.prefill_form import PrefillOutcome
+from vllm_pd.router.workers import WorkerFailure, WorkerState
 
 POSTS = "vllm:pd_router_posts_total"
 CHAT = "/v1/chat/completions"
@@ -407,6 +410,16 @@ async def test_b100_p_is_chosen_by_its_open_requests():
         for task in asked:
             task.cancel()
         await served.until(lambda: sum(p.cancelled for p in ps) == 3)
+
+
+def test_each_outcome_is_documented():
+    page = (Path(__file__).parents[2] / "docs/router.md").read_text()
+    row = next(line for line in page.splitlines() if "posts_total{outcome}" in line)
+    named = set(re.findall(r"`(\w+)`", row))
+    prefills = {PrefillOutcome.NO_PREFILL, PrefillOutcome.FATAL, PrefillOutcome.CUT, PrefillOutcome.REFUSED,
+                PrefillOutcome.BAD_PARAMS}
+    failures = set(WorkerFailure) - {WorkerFailure.NOT_LOADED, WorkerFailure.EMPTY, WorkerFailure.DECLINED}
+    assert {one.value for one in (*metaserver.PostOutcome, *prefills, *failures)} <= named
 
 
 def test_b80_metaservers_that_can_not_be():
