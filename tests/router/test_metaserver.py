@@ -310,6 +310,14 @@ async def test_b63_b100_a_prompt_that_kills_ps_kills_no_third_one():
         assert (await served.ask()).status == 200 and outcomes(served)["done"] == 1, "other prompts still go there"
 
 
+async def test_b63_b100_a_prompt_that_has_killed_a_d_kills_one_p_at_most():
+    async with posting(2, 3) as (served, [first, second, *ps]):
+        served.worker(second).pause(60)  # so that it gets the request after the other one
+        second.survives = True
+        assert (await served.ask(prompt="kill")).json["from"] == second.port
+        assert len(first.asked) == 1 and sum(len(p.asked) for p in ps) == 1 and outcomes(served) == {"broken": 1}
+
+
 async def test_b100_a_d_that_dies_ends_ps_request_and_the_next_d_posts_itself():
     async with posting(2, 1) as (served, [*ds, p]):
         p.fault = Fault.HANG

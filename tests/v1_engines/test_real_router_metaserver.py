@@ -36,10 +36,11 @@ D, PS = "D", ("P 0", "P 1")
 
 
 class Routed:
-    """A router, before it and each engine a proxy that records. `record`: by request id, who began and ended what."""
+    """A router of its own, before it and each engine a proxy that records. `record`: by request id, who began and ended
+    what. `fleets`: the URL of the router that `up` has started."""
 
     def __init__(self, loop, fleet, post, record):
-        self.fleet, self.record = fleet, record
+        self.fleet, self.record, self.fleets = fleet, record, fleet.plan.router.url
         decode, *producers = [engine.url for engine in fleet.plan.engines]
         self.decode, self.producers = decode, producers
         self.proxies = [RecordingProxy(loop, record, name, url)
@@ -68,8 +69,8 @@ class Routed:
     def count(self, name, what):
         return sum(did == what for _, did in self.record[name])
 
-    def posts(self, outcome):
-        return scrape(self.base).value("vllm:pd_router_posts_total", outcome=outcome)
+    def posts(self, outcome, url=None):
+        return scrape(url or self.base).value("vllm:pd_router_posts_total", outcome=outcome)
 
     def close(self):
         self.process.terminate()
@@ -83,15 +84,17 @@ def routed(mono):
     """One D and two Ps; `mono` answers rightly."""
     loop, record = LoopThread(), {}
     post = RecordingProxy(loop, record, "post")
-    pd = {"max_local_prefill_tokens": 0, "metaservers": post.base + METASERVER, "ttl_s": 5.0,
+    port = take_free_run(HOST, 4)
+    own = f"http://{HOST}:{port}{METASERVER}"
+    pd = {"max_local_prefill_tokens": 0, "metaservers": f"{own},{post.base}{METASERVER}", "ttl_s": 5.0,
           "attempt_deadline_s": 100.0, "max_parked_fraction": 1.0}
-    options = UpOptions(os.environ["VLLM_PD_TINY_MODEL"], 2, 1, port=take_free_run(HOST, 3), pd=pd,
-                        serve_args=SERVE_ARGS)
+    options = UpOptions(os.environ["VLLM_PD_TINY_MODEL"], 2, 1, port=port, pd=pd, serve_args=SERVE_ARGS, router=True,
+                        router_args=f"--metaserver {own}")
     try:
         with Fleet(plan_fleet(options, ()), timeout_s=START_S) as fleet:
             found = Routed(loop, fleet, post, record)
             try:
-                wait_for(lambda: [one["state"] for one in found.workers()] == ["up"] * 3, found.workers)
+                wait_for(lambda: [one["state"] for one in found.workers() if one["events"]] == ["up"] * 3, found.workers)
                 everybody = (found.decode, *found.producers)
                 wait_for(lambda: [gauges(url)["peers"] for url in everybody] == [2, 1, 1],
                          lambda: [gauges(url)["peers"] for url in everybody])
@@ -135,6 +138,9 @@ def test_b100_tokens_of_a_plain_engine_in_the_order_of_the_form_and_p_is_killed_
     said, calls = routed.calls_of(functools.partial(chat, url))
     assert of_one_p(calls) and said == chat(routed.producers[0])
     assert routed.posts("done") == len(LENGTHS) + 4
+    [one] = prompts(76, (700, ))
+    assert complete(routed.fleets, one) == mono.generate([one], TOKENS)[0]
+    wait_for(lambda: routed.posts("done", routed.fleets) == 1)
     many = prompts(73, (700, 300, 900, 500, 1000, 65, 1500, 400))
     right = mono.generate(many, TOKENS)
     with concurrent.futures.ThreadPoolExecutor(len(many)) as pool:
