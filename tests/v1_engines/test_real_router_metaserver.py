@@ -94,7 +94,8 @@ def routed(mono):
         with Fleet(plan_fleet(options, ()), timeout_s=START_S) as fleet:
             found = Routed(loop, fleet, post, record)
             try:
-                wait_for(lambda: [one["state"] for one in found.workers() if one["events"]] == ["up"] * 3, found.workers)
+                wait_for(lambda: [one["state"] for one in found.workers() if one["events"]] == ["up"] * 3,
+                         found.workers)
                 everybody = (found.decode, *found.producers)
                 wait_for(lambda: [gauges(url)["peers"] for url in everybody] == [2, 1, 1],
                          lambda: [gauges(url)["peers"] for url in everybody])
