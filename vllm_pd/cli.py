@@ -16,7 +16,7 @@ import typer
 
 from vllm_pd.bench.commands import bench_app
 from vllm_pd.broker.members import TTL_S, Access
-from vllm_pd.errors import PDError
+from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.extras import require_extra, require_vllm
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.launch.plan import UpOptions
@@ -88,6 +88,18 @@ def keys(path: Annotated[Path, typer.Argument(metavar="FILE|FOLDER", help="What 
     typer.echo(f"{file}: copy it to every machine of the cluster, for its owner alone to read (mode 0600); then\n"
                f'  vllm-pd broker --bind tcp://ADDRESS:5700 --keys {file}\n  and in every engine\'s settings "keys": '
                f'"{file}"')
+
+
+@app.command()
+def digest(folder: Annotated[Path, typer.Argument(metavar="FOLDER|FILE", help="A model, as `vllm serve` takes it.")]
+           ) -> None:
+    """Print the digest of a model's weights, for the key weights_digest of engines that load the same ones from
+    elsewhere."""
+    from vllm_pd.model.weights import SUFFIXES, digest_weights, weight_files
+    if not folder.exists() or not weight_files(folder):
+        raise ConfigError("FOLDER", str(folder), f"there is no {', '.join(SUFFIXES)} file: write the folder of a "
+                          "model, or one such file")
+    typer.echo(digest_weights(folder).hex())
 
 
 @app.command()

@@ -286,17 +286,21 @@ class Answered:
 @contextlib.asynccontextmanager
 async def serving(count: int, policy: Policy = Policy.ROUND_ROBIN, up: bool = True,
                   events: tuple[str | list[str], ...] = (), prefills: int = 0,
-                  make: Callable[[], FaultyEngine] = FaultyEngine,
+                  make: Callable[[], FaultyEngine] = FaultyEngine, metaserver: bool = False,
                   **options) -> AsyncIterator[tuple[Served, list[FaultyEngine]]]:
     """A router over so many engines, all up unless told otherwise, the first of them with `events` at these endpoints,
-    several for several ranks, and in the order prefill-first `prefills` more as prefill engines, the last ones;
-    made by `make`; leak-checked in the end (B20)."""
+    several for several ranks, and `prefills` more as prefill engines, the last ones, in the order prefill-first or for
+    the `metaserver`; made by `make`; leak-checked in the end (B20)."""
     engines = [make() for _ in range(count + prefills)]
     for engine in engines:
         await engine.start()
     port = take_free("127.0.0.1")
     if prefills:
-        options |= {"order": RequestOrder.PREFILL_FIRST, "prefill_workers": tuple(one.url for one in engines[count:])}
+        options["prefill_workers"] = tuple(one.url for one in engines[count:])
+    if metaserver:
+        options["metaserver"] = f"http://127.0.0.1:{port}/v1/metaserver"
+    elif prefills:
+        options["order"] = RequestOrder.PREFILL_FIRST
     settings = {**QUICK, "workers": tuple(engine.url for engine in engines[:count]),
                 "events": tuple(f"{engine.url}={at}" for engine, told in zip(engines, events, strict=False)
                                  for at in ([told] if isinstance(told, str) else told)), **options}

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
 
+from vllm_pd.cli import app
+from vllm_pd.errors import ConfigError
 from vllm_pd.model import weights
 from vllm_pd.model.fingerprint import weights_state
 from vllm_pd.model.weights import OPAQUE_EVERY_BYTES, PIECE_BYTES, Stretch, digest_weights, weight_files
@@ -195,6 +198,17 @@ def test_what_is_read_is_what_was_saved(tmp_path):
     stretches = weights._safetensors(file)[1:]
     data = file.read_bytes()
     assert {data[s.start:s.start + s.size] for s in stretches} == {v.tobytes() for v in load_file(file).values()}
+
+
+def test_b42_the_command_prints_the_digest_of_a_folder_or_file(tmp_path):
+    file = write_safetensors(tmp_path, tensors())
+    for named in (tmp_path, file):
+        result = CliRunner().invoke(app, ["digest", str(named)])
+        assert result.exit_code == 0 and result.stdout == f"{digest_weights(named).hex()}\n"
+    file.unlink()
+    for named in (tmp_path, file):
+        result = CliRunner().invoke(app, ["digest", str(named)])
+        assert isinstance(result.exception, ConfigError) and str(named) in str(result.exception)
 
 
 def stored_as(model: Path | str, load_format: str = "auto") -> bytes:

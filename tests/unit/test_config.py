@@ -59,6 +59,7 @@ def test_every_key_can_be_set(files):
              "policy": "my_module.MyPolicy", "zone": "rack-7",
              "fallback": "refuse", "fallback_tokens": 77, "fallback_wait_s": 0.5, "step_sync": True,
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
+             "weights_digest": "0123456789abcdef" * 4,
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
                        "pinned_gib": 1}, **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
@@ -74,6 +75,25 @@ def test_b80_the_store_has_keys_of_its_own():
     for given, key in (({"memory": 4}, "memory"), ({"memory_gib": "4"}, "memory_gib"), ({"file_gib": 4}, "file_gib"),
                        *(({"memory_gib": value}, "memory_gib") for value in (10**400, -10**400, float("inf")))):
         assert refused("kv_both", {**BROKER, "store": given}).key == key
+
+
+@pytest.mark.parametrize("value", ["", "ab" * 31, "ab" * 33, "AB" * 32, "0x" + "ab" * 31, "ab" * 31 + "g1",
+                                   "ab" * 32 + "\n", 7, None, b"ab", "sha256:" + "ab" * 32])
+def test_b80_what_is_no_digest_of_weights(value):
+    for refuses in (lambda: PDConfig.parse("kv_both", {**BROKER, "weights_digest": value}),
+                    lambda: StoreSettings.parse_connector({"weights_digest": value})):
+        with pytest.raises(ConfigError) as caught:
+            refuses()
+        assert caught.value.key == "weights_digest" and "vllm-pd digest FOLDER" in str(caught.value)
+
+
+def test_b42_both_connectors_take_a_digest_of_weights_and_the_store_in_settings_has_none():
+    digest = "ab" * 32
+    assert PDConfig.parse("kv_both", {**BROKER, "weights_digest": digest}).weights_digest == digest
+    given = {"memory_gib": 1, "weights_digest": digest}
+    assert StoreSettings.parse_connector(given) == (StoreSettings(memory_gib=1), digest)
+    assert StoreSettings.parse_connector({}) == (StoreSettings(), None)
+    assert refused("kv_both", {**BROKER, "store": {"weights_digest": digest}}).key == "weights_digest"
 
 
 @pytest.mark.parametrize("kv_role", [None, "", "decode", "KV_CONSUMER", 1])

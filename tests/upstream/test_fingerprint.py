@@ -11,7 +11,8 @@ from vllm.config import LoadConfig, LoadFormat, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.model.fingerprint import model_digest, pin_weights
+from vllm_pd.model.fingerprint import model_digest, pin_weights, weights_state
+from vllm_pd.model.weights import digest_weights
 from vllm_pd.v0.fingerprint import fingerprint
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "f" * 40
@@ -95,8 +96,49 @@ def test_b80_a_hub_model_without_a_known_commit_is_refused(revision):
         model_digest(hub_model(None, revision))
 
 
+@pytest.mark.parametrize("load_format", ["tensorizer", type("Loader", (), {}), "loader of the user's"])
+def test_b42_weights_from_elsewhere_with_the_digest_of_a_folder_are_those_of_the_folder(copy, load_format):
+    of_files, right = model_digest(config_of(copy)), digest_weights(copy).hex()
+    (copy / "model.safetensors").unlink()
+    config = config_of(copy)
+    config.load_config.load_format = load_format
+    pin_weights(config, right)
+    assert model_digest(config, right) == of_files != model_digest(config, right[::-1])
+    config.additional_config = {"vllm_pd": {"extra": {"weights_digest": right}}}
+    assert fingerprint(config, "").model == of_files
+    before = weights_state(config, right)
+    (copy / "modeling.py").write_text("a = 1")
+    assert weights_state(config, right) != before, "a model's own code is looked at"
+
+
+def test_b42_weights_in_a_bucket_need_a_digest(copy):
+    of_files, right = model_digest(config_of(copy)), digest_weights(copy).hex()
+    (copy / "model.safetensors").unlink()
+    config = config_of(copy, load_format="runai_streamer")
+    config.model_config.model_weights = "s3://bucket/model"  # as vLLM sets it; `model` is a folder without weights
+    with pytest.raises(ConfigError, match="model='s3://bucket/model'.*peer.*weights_digest"):
+        pin_weights(config)
+    pin_weights(config, right)
+    assert model_digest(config, right) == of_files
+
+
+def test_b42_a_digest_of_files_that_are_there_must_be_theirs(copy):
+    config, right = config_of(copy), digest_weights(copy).hex()
+    pin_weights(config, right)
+    assert model_digest(config, right) == model_digest(config) and weights_state(config, right) == weights_state(config)
+    for load_format in ("auto", "runai_streamer", "pt"):
+        config.load_config.load_format = load_format
+        with pytest.raises(ConfigError, match=f"weights_digest='{right[::-1]}'.*{copy} have {right}"):
+            pin_weights(config, right[::-1])
+    config.load_config.load_format = "dummy"
+    with pytest.raises(ConfigError, match="weights_digest=.*dummy"):
+        pin_weights(config, right)
+    with pytest.raises(ConfigError, match="weights_digest=.*some/model.*commit"):
+        pin_weights(hub_model(COMMIT), right)
+
+
 def test_b80_weights_from_elsewhere_are_refused(copy):
-    with pytest.raises(ConfigError, match="load_format.*peer"):
+    with pytest.raises(ConfigError, match="load_format.*weights_digest.*peer"):
         pin_weights(config_of(copy, load_format="tensorizer"))
     pin_weights(config_of(copy))
     (copy / "model.safetensors").unlink()

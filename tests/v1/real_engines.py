@@ -3,6 +3,8 @@
 imports, most of an engine's start, and has no threads: the tests' process has, whose locks a fork would copy.
 """
 import contextlib
+import copy
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -81,10 +83,29 @@ def note_drafts(file: str) -> None:
     GPUModelRunner.propose_draft_token_ids = noting
 
 
+def register_loader(folder: str) -> None:
+    """From now on an engine that is forked from this process knows the load format `elsewhere`, which reads the weights
+    of this folder, whichever the model is."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    @register_model_loader("elsewhere")
+    class Elsewhere(DefaultModelLoader):
+
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(dataclasses.replace(load_config, load_format="auto"))
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            config = copy.copy(model_config)
+            config.model = folder
+            super().load_weights(model, config)
+
+
 def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts: str | None = None,
-          beside: dict[str, Any] | None = None, **arguments: Any) -> None:
+          beside: dict[str, Any] | None = None, weights: str | None = None, **arguments: Any) -> None:
     """The child: an engine that answers what comes over the connection. `role` None: without disaggregation. `drafts`:
-    the file of `note_drafts`. `beside`: a connector beside ours, which D names first, and P last."""
+    the file of `note_drafts`. `weights`: the folder of `register_loader`, which is used then. `beside`: a connector
+    beside ours, which D names first, and P last."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -97,6 +118,9 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     computed = count_tokens()
     if drafts is not None:
         note_drafts(drafts)
+    if weights is not None:
+        register_loader(weights)
+        arguments["load_format"] = "elsewhere"
     if role is not None:
         arguments["kv_transfer_config"] = {"kv_connector": "PDConnector", "kv_role": role,
                                            "kv_connector_extra_config": extra}

@@ -62,7 +62,7 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
                  "return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay "
                  "skip_tokenizer_init enable_prompt_embeds hf_token generation_config override_generation_config "
                  "logits_processors io_processor_plugin renderer_num_workers "
-                 "model_weights "  # where `model`, which counts, was pulled from
+                 "model_weights "  # for weights that are read from there weights_digest stands
                  "disable_sliding_window "  # no prompt is longer than the window then
                  "sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
                  "enable_nccl_comm_suspend",

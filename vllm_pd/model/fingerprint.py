@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.weights import SUFFIXES, digest_code, digest_weights, state_of_weights, weight_files
+from vllm_pd.settings.store import DIGEST_KEY
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -21,42 +22,52 @@ if TYPE_CHECKING:
 IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "architectures"})
 _AS_AUTO = frozenset({"safetensors", "fastsafetensors", "runai_streamer"})  # other ways to read the same files
 _ELSEWHERE = frozenset({"tensorizer", "ipc_cache", "modelexpress"})  # read no files of the model
+_FROM_BUCKETS = frozenset({"runai_streamer", "runai_streamer_sharded", "sharded_state"})  # read `model_weights`
+_OF_FILES = _AS_AUTO | _FROM_BUCKETS | {"auto", "hf", "pt", "npcache", "mistral", "instanttensor", "gguf",
+                                        "bitsandbytes", "dummy"}  # any other is a loader of the user's
+_VOUCH = f'vouch for them with "{DIGEST_KEY}": "..." in the connector\'s settings (`vllm-pd digest FOLDER`)'
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def model_digest(config: VllmConfig) -> str:
+def model_digest(config: VllmConfig, given: str | None = None) -> str:
     """Architecture and a digest of configuration and weights, the same wherever the same model lies.
 
-    Of a local folder or file every tensor counts (`vllm_pd.model.weights`), of a hub's model its name and commit. What
-    it can't see was refused by `pin_weights`.
+    Of a local folder or file every tensor counts (`vllm_pd.model.weights`), of a hub's model its name and commit, of
+    weights from elsewhere the `given` digest, the setting `weights_digest`. What it can't see was refused by
+    `pin_weights`.
     """
     model = config.model_config
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in IGNORED_KEYS}
     settings = [settings, model.quantization, _long_rope(model), *_chosen_at_start(config)]
-    return f"{model.architecture}:{digest_settings(model, settings, config.load_config)}"
+    return f"{model.architecture}:{digest_settings(model, settings, config.load_config, given)}"
 
 
-def digest_settings(model: ModelConfig, settings: list[Any], load_config: LoadConfig) -> str:
+def digest_settings(model: ModelConfig, settings: list[Any], load_config: LoadConfig,
+                    given: str | None = None) -> str:
     """16 hexadecimal digits of these settings and of the model's weights, as they are loaded."""
     digest = hashlib.sha256()
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    digest.update(_weights(model, _load_format(load_config)))
+    digest.update(_weights(model, load_config, given))
     return digest.hexdigest()[:16]
 
 
-def weights_state(config: VllmConfig) -> str:
+def weights_state(config: VllmConfig, given: str | None = None) -> str:
     """What the KV store has to know of the weights beside `model_digest`, which reads only a part of each tensor: a
     folder's weights may be replaced between two lives of an engine, and the store outlives both.
 
     Of a local folder or file this is a digest of the name, size and time of the last change of each weight and index
     file, and of the content of the folder's Python files. A copy has the same one only if the times were preserved. It
     is empty for a hub's model, whose commit is in `model_digest`, and does not depend on weight files that are not read
-    (dummy weights). Raises OSError for a file that can't be read.
+    (dummy weights, and those from elsewhere, of which the `given` digest is all that is known). Raises OSError for a
+    file that can't be read.
     """
     path = Path(config.model_config.model)
     if not path.exists():
         return ""
-    files = [] if _load_format(config.load_config) == "dummy" else state_of_weights(path)
+    if given is not None and is_elsewhere(config.model_config, config.load_config):
+        files = []  # the digest is in `model_digest`
+    else:
+        files = [] if _load_format(config.load_config) == "dummy" else state_of_weights(path)
     return hashlib.sha256(json.dumps([files, digest_code(path)]).encode()).hexdigest()
 
 
@@ -102,17 +113,23 @@ def hub_commit(model: ModelConfig) -> str:
     return commit
 
 
-def pin_weights(config: VllmConfig) -> None:
+def pin_weights(config: VllmConfig, given: str | None = None) -> None:
     """Make sure, before the model is loaded, that the digest is going to see what is loaded: the files of a folder, or
-    of a hub's model that very commit by which it will be known. Raises ConfigError where neither can be."""
-    pin_files(config.model_config, config.load_config)
+    of a hub's model that very commit by which it will be known. Of other weights there must be a `given` digest, and of
+    files it must not be wrong. Raises ConfigError where none of these can be."""
+    pin_files(config.model_config, config.load_config, given)
 
 
-def pin_files(model: ModelConfig, load_config: LoadConfig) -> None:
+def pin_files(model: ModelConfig, load_config: LoadConfig, given: str | None = None) -> None:
     """As `pin_weights`, of a model and the way in which it is loaded."""
-    if _load_format(load_config) == "dummy":
+    if given is not None and is_elsewhere(model, load_config):
         return
-    path = Path(model.model)
+    _refuse_bucket(model, load_config)
+    load_format, path = _load_format(load_config), Path(model.model)
+    if given is not None:
+        _check_given(given, load_format, path)
+    if load_format == "dummy":
+        return
     if not path.exists():
         model.revision = hub_commit(model)
     elif not weight_files(path):
@@ -120,16 +137,51 @@ def pin_files(model: ModelConfig, load_config: LoadConfig) -> None:
                           f"there is no {', '.join(SUFFIXES)} file, so its weights can't be told from a peer's")
 
 
+def is_elsewhere(model: ModelConfig, load_config: LoadConfig) -> bool:
+    """Whether the weights are, or may be, no files of the model: they come from a bucket, by a format that has files of
+    its own, or by a loader of the user's."""
+    load_format = load_config.load_format
+    return not isinstance(load_format, str) or load_format.lower() not in _OF_FILES or _bucket(model, load_config) != ""
+
+
+def _bucket(model: ModelConfig, load_config: LoadConfig) -> str:
+    """The URI that weights are read from in place of `model`; empty where there is none."""
+    load_format = load_config.load_format
+    reads = isinstance(load_format, str) and load_format.lower() in _FROM_BUCKETS
+    return getattr(model, "model_weights", "") if reads else ""
+
+
+def _refuse_bucket(model: ModelConfig, load_config: LoadConfig) -> None:
+    if bucket := _bucket(model, load_config):
+        raise ConfigError("model", bucket, f"its weights can't be told from a peer's: {_VOUCH}, or serve a folder")
+
+
+def _check_given(given: str, load_format: str, path: Path) -> None:
+    """Raises ConfigError for a `weights_digest` of weights that are known without it, unless it is the right one."""
+    if load_format == "dummy":
+        raise ConfigError(DIGEST_KEY, given, "leave it out: --load-format dummy loads no weights")
+    if not path.exists():
+        raise ConfigError(DIGEST_KEY, given, f"leave it out: {path} is known by its name and commit on the hub; to "
+                          "work with engines that have this digest, serve a folder with its files")
+    if weight_files(path) and (found := digest_weights(path).hex()) != given:
+        raise ConfigError(DIGEST_KEY, given, f"the files in {path} have {found}: write that, or leave it out")
+
+
 def _load_format(load_config: LoadConfig) -> str:
     load_format = load_config.load_format
     if not isinstance(load_format, str) or load_format.lower() in _ELSEWHERE:
-        raise ConfigError("load_format", load_format, "use one that reads the model's own files: weights from "
-                          "elsewhere can't be told from a peer's")
+        raise ConfigError("load_format", load_format, "use one that reads the model's own files, or "
+                          f"{_VOUCH}: weights from elsewhere can't be told from a peer's")
     value = load_format.lower()  # a plain string, also of an enum's member
     return "auto" if value in _AS_AUTO else value
 
 
-def _weights(model: ModelConfig, load_format: str) -> bytes:
+def _weights(model: ModelConfig, load_config: LoadConfig, given: str | None) -> bytes:
+    if given is not None and is_elsewhere(model, load_config):
+        is_in_bucket = _bucket(model, load_config) != ""
+        load_format = _load_format(load_config) if is_in_bucket else "auto"  # as of a folder with these weights
+        return load_format.encode() + bytes.fromhex(given)
+    load_format = _load_format(load_config)
     if load_format == "dummy":
         return b"dummy"  # from the shapes alone, with a constant seed
     path = Path(model.model)

@@ -46,6 +46,7 @@ class PickerOptions(RouterOptions):
     worker_api_key: Annotated[str | None, Option(
         "The key that the picker sends to engines in its own requests; default $VLLM_API_KEY.")] = None
     prefill_workers: tuple[str, ...] = ()
+    metaserver: str | None = None
     api_key: str | None = None
     operator_key: str | None = None
     max_connections: int = 8192

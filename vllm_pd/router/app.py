@@ -16,7 +16,7 @@ from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, R
 from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.judgement import Judgement
 from vllm_pd.router.metrics import RouterMetrics
-from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.options import METASERVER_PATH, RouterOptions
 from vllm_pd.router.overview import FleetOverview
 from vllm_pd.router.page import PAGE
 from vllm_pd.router.policy import RoutingPolicyConfig
@@ -233,6 +233,22 @@ class RouterApp:
             return self.errors.response(HTTPStatus.CONFLICT, f"there are {len(self.workers)} workers already")
         return RouterResponse.of_json(worker.as_json(), HTTPStatus.CREATED)
 
+    async def _metaserver(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
+        """A decode engine posts the job of a request that it has from this router. It has no key to send: it knows the
+        request's id, which nobody else can know. Without an open request no body is read."""
+        metaserver = self.proxy.metaserver
+        if metaserver is None:
+            return self.errors.response(HTTPStatus.NOT_FOUND, f"the router has no {scope['path']}: start it with "
+                                        "--metaserver")
+        if not len(metaserver):
+            return metaserver.refuse_unread(HTTPStatus.NOT_FOUND, "no request is open whose job may be posted")
+        with metaserver.bodies.hold() as held:
+            try:
+                body = await _read_body(receive, scope["headers"], held)
+            except BodyRefused as refused:
+                return metaserver.refuse_unread(refused.status, str(refused))
+            return await metaserver.serve(body, receive, _nowhere)
+
     async def _page(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:
         return PAGE
 
@@ -288,7 +304,12 @@ _OWN_ROUTES: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     "/workers": (("GET", "POST", "DELETE"), RouterApp._workers),
     "/": (("GET", "HEAD"), RouterApp._page),
     "/fleet": (("GET", "HEAD"), RouterApp._fleet),
+    METASERVER_PATH: (("POST",), RouterApp._metaserver),
 }
+
+
+async def _nowhere(message: dict[str, Any]) -> None:
+    """For an answer that is sent elsewhere."""
 
 
 async def _respond(send: Send, answer: RouterResponse) -> int:

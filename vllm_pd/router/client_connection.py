@@ -59,6 +59,12 @@ class ClientConnection:
         """Send a complete answer."""
         await respond(self._send, answer)
 
+    def leave(self) -> None:
+        """Treat the client as one that has gone: interrupt what is watched, or will be."""
+        self._gone = True
+        if self._watched is not None:
+            self._watched.interrupt(Interruption.CLIENT_GONE)
+
     def close(self) -> None:
         """Stop watching the client."""
         self._watcher.cancel()
@@ -66,9 +72,7 @@ class ClientConnection:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
-        if self._watched is not None:
-            self._watched.interrupt(Interruption.CLIENT_GONE)
+        self.leave()
 
 
 def is_stream(headers: Headers) -> bool:

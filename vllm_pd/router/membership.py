@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engines are behind the router: from the command line, from an operator, from a broker's registry.
 
-An engine in the registry joins if it decodes, has an HTTP address and does not drain. In the order prefill-first those
-that only prefill join too, as prefill engines. An engine leaves at once when it drains or changes between the two. One
-that is missing from the registry stays while its probes succeed, and leaves after `registry_patience_s` if they don't:
-a broker that has just started knows no engines yet, and a broker may have lost its connection to one. While the broker
-does not answer, all workers stay.
+An engine in the registry joins if it decodes, has an HTTP address and does not drain. In the order prefill-first, and
+for a metaserver, those that only prefill join too, as prefill engines. An engine leaves at once when it drains or
+changes between the two. One that is missing from the registry stays while its probes succeed, and leaves after
+`registry_patience_s` if they don't: a broker that has just started knows no engines yet, and a broker may have lost its
+connection to one. While the broker does not answer, all workers stay.
 """
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from vllm_pd.broker.members import list_members
 from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.protocol.messages import Member
 from vllm_pd.router.metrics import RouterMetrics
-from vllm_pd.router.options import RequestOrder, RouterOptions, parse_worker
+from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.workers import RouterWorker, Workers, WorkerSource, WorkerState
 from vllm_pd.rpc import sockets
 from vllm_pd.rpc.addresses import is_loopback
@@ -152,7 +152,7 @@ class Membership:
             self._workers.add(url, WorkerSource.REGISTRY, member.incarnation, prefills=not member.role.decodes)
 
     def _has_use_for(self, member: Member) -> bool:
-        return member.role.decodes or self._options.order is RequestOrder.PREFILL_FIRST
+        return member.role.decodes or self._options.asks_prefills
 
     @staticmethod
     def _fits(worker: RouterWorker, member: Member | None) -> bool:

@@ -56,6 +56,8 @@ class RouterMetrics:
                                      "prefill-first by what became of their prefill.", ["outcome"])
         self.prefill_s = histogram("vllm:pd_router_prefill_seconds", "From the choice of a prefill engine to its "
                                    "answer that says where the KV is.")
+        self.posts = counter("vllm:pd_router_posts_total", "Jobs that decode engines have posted to the metaserver by "
+                             "what became of them.", ["outcome"])
         self.clients_cut = counter("vllm:pd_router_clients_cut_total", "Connections of clients that were ended by a "
                                    "limit.", ["reason"])
         self.connections = gauge("vllm:pd_router_connections", "Connections of clients.")

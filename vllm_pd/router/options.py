@@ -12,6 +12,7 @@ from typing import Annotated
 
 from vllm_pd.broker.members import Access
 from vllm_pd.errors import ConfigError
+from vllm_pd.protocol.metaserver import is_metaserver
 from vllm_pd.rpc.addresses import is_loopback, is_name, own_address, parse_endpoint, refuse_unbracketed, url_of
 from vllm_pd.rpc.locality import resolve
 from vllm_pd.rpc.nats_address import NatsAddress
@@ -21,6 +22,7 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 OPERATOR_KEY_VARIABLE = "VLLM_PD_OPERATOR_KEY"
 NO_TOKENIZER = "none"
 MAX_TRIES = 3
+METASERVER_PATH = "/v1/metaserver"
 MAX_DNS_NAMES = 16
 _EXAMPLE_WORKER = "http://127.0.0.1:8001"
 _EXAMPLE_DNS = "engines.default.svc.cluster.local:8000, or srv:_http._tcp.engines.default.svc.cluster.local"
@@ -79,8 +81,11 @@ class RouterOptions:
         "decode-first, or prefill-first: a prefill engine computes each prompt before a decode engine gets the "
         "request.", parse=lambda text: text.replace("_", "-"))] = RequestOrder.DECODE_FIRST
     prefill_workers: Annotated[tuple[str, ...], Option(
-        "The base URL of a prefill engine, for --order prefill-first; may be repeated.",
+        "The base URL of a prefill engine, for --order prefill-first or --metaserver; may be repeated.",
         flag="--prefill-worker")] = ()
+    metaserver: Annotated[str | None, Option(
+        "The URL by which decode engines reach this router's /v1/metaserver: each may post the job of a prompt there, "
+        "for a prefill engine of the router's choice.", metavar="URL")] = None
     block_size: Annotated[int | None, Option(
         "The tokens in a KV block of --worker-events; default: as the events say.")] = None
     broker: Annotated[str | None, Option("Also use the decode engines that are registered at this broker.")] = None
@@ -159,9 +164,16 @@ class RouterOptions:
         self._check_dns()
         for value in self.events:
             parse_events("--worker-events", value)
-        order = _parse_order(self.order, prefill_workers, self.broker)
+        order = _parse_order(self.order, prefill_workers, self.broker, self.metaserver)
+        if self.metaserver is not None:
+            _check_metaserver(self.metaserver, order, bool(prefill_workers) or self.broker is not None)
         return dataclasses.replace(self, host=host, workers=workers, prefill_workers=prefill_workers, order=order,
                                    api_key=api_key, operator_key=operator_key)
+
+    @property
+    def asks_prefills(self) -> bool:
+        """Whether prefill engines are workers, too."""
+        return self.order == RequestOrder.PREFILL_FIRST or self.metaserver is not None
 
     def _check_dns(self) -> None:
         sources = [parse_dns("--worker-dns", value) for value in self.worker_dns]
@@ -296,15 +308,28 @@ def _parse_workers(key: str, urls: tuple[str, ...], others: tuple[str, ...] = ()
     return parsed
 
 
-def _parse_order(order: str, prefill_workers: tuple[str, ...], broker: str | None) -> RequestOrder:
+def _parse_order(order: str, prefill_workers: tuple[str, ...], broker: str | None,
+                 metaserver: str | None) -> RequestOrder:
     if order not in set(RequestOrder):
         raise ConfigError("--order", order, f"write one of {', '.join(RequestOrder)}")
-    if order == RequestOrder.DECODE_FIRST and prefill_workers:
+    if order == RequestOrder.DECODE_FIRST and prefill_workers and metaserver is None:
         raise ConfigError("--prefill-worker", prefill_workers[0], "decode engines ask for prefills themselves: add "
-                          f"--order {RequestOrder.PREFILL_FIRST.value}, or leave it out")
+                          f"--order {RequestOrder.PREFILL_FIRST.value} or --metaserver, or leave it out")
     if order == RequestOrder.PREFILL_FIRST and not prefill_workers and broker is None:
         raise ConfigError("--order", order, "no prefill engine is known: add --broker, or --prefill-worker for each")
     return RequestOrder(order)
+
+
+def _check_metaserver(url: str, order: RequestOrder, knows_prefills: bool) -> None:
+    """Raises ConfigError for a URL that engines would not post to, or posts that no prefill engine could get."""
+    if not is_metaserver(url) or urllib.parse.urlsplit(url)[2:] != (METASERVER_PATH, "", ""):
+        raise ConfigError("--metaserver", url[:MAX_SHOWN_CHARS] if "@" not in url else "***", "write where engines "
+                          f"reach this router, like http://10.0.0.5:8000{METASERVER_PATH}")
+    if order is RequestOrder.PREFILL_FIRST:
+        raise ConfigError("--metaserver", url, "with --order prefill-first no decode engine posts: leave out one of "
+                          "them")
+    if not knows_prefills:
+        raise ConfigError("--metaserver", url, "no prefill engine is known: add --broker, or --prefill-worker for each")
 
 
 def _check_broker(broker: str, access: Access) -> None:

@@ -156,12 +156,11 @@ class Placer:
             self._metrics.overlap_blocks.inc(choice.overlap_blocks)
         return placed
 
-    def place_prefill(self, plan: PlacementPlan) -> RouterWorker | None:
-        """The prefill engine for a request, chosen as `place` chooses a decode engine; None where none may get it. It
-        is not counted as a decision: the request goes to a decode engine, too."""
-        placed = self._place(plan, self._workers.candidates(plan.model, prefills=True))
-        if placed is not None:
-            plan.prefill_worker, _ = placed
+    def place_prefill(self, plan: PlacementPlan, tried: Collection[RouterWorker] = ()) -> RouterWorker | None:
+        """The prefill engine for a request, chosen as `place` chooses a decode engine; None where none may get it.
+        `tried` are left out. It is not counted as a decision: the request goes to a decode engine, too."""
+        placed = self._place(plan, self._workers.candidates(plan.model, tried, prefills=True))
+        plan.prefill_worker = None if placed is None else placed[0]
         return plan.prefill_worker
 
     def alternatives(self, plan: PlacementPlan, tried: Collection[RouterWorker], most: int) -> list[RouterWorker]:

@@ -60,7 +60,7 @@ _COVERED = {PARAMS_KEY: ((_NONE, ), PrefillOutcome.ASKED),
             "truncate_prompt_tokens": ((_NONE, ), PrefillOutcome.WHOLE_PROMPT)}
 # What P gets in place of the client's values. `min_tokens`: an answer that ends with its first token, because that is
 # an end of text, would hold no blocks.
-_FOR_PREFILL = {"max_tokens": 1, "min_tokens": 1, "temperature": 0, "stream": False, "n": 1, PARAMS_KEY: REMOTE_DECODE}
+_FOR_PREFILL = {"max_tokens": 1, "min_tokens": 1, "temperature": 0, "stream": False, "n": 1}
 # Some make P's answer as long as the prompt or the vocabulary. `logprob_token_ids` is an error without `logprobs`.
 # The others only choose P's token, which nobody reads; D gets them, and refuses those that are wrong. With a seed a
 # prompt of several steps ends a P on the CPU. What may be in the prompt's text stays (`tools`, `response_format`).
@@ -97,9 +97,9 @@ def read_fields(body: bytes) -> Fields:
     return fields
 
 
-def prefill_body(fields: Fields) -> bytes:
-    """The body for P: the client's, for one token and without a stream."""
-    changed = dict(_FOR_PREFILL)
+def prefill_body(fields: Fields, params: object = REMOTE_DECODE) -> bytes:
+    """The body for P: the client's, for one token and without a stream, with these `kv_transfer_params`."""
+    changed = {**_FOR_PREFILL, PARAMS_KEY: params}
     if "max_completion_tokens" in fields:
         changed["max_completion_tokens"] = 1
     return msgspec.json.encode({name: value for name, value in fields.items() if name not in _NOT_FOR_PREFILL}

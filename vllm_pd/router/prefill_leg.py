@@ -51,7 +51,8 @@ class PrefillSender:
                 headers.append((REQUEST_ID, uuid.uuid4().hex.encode()))
             began_s = self._now()
             try:
-                leg.params = await self._try(worker, request.target, headers, prefill_form.prefill_body(fields), client)
+                leg.params = prefill_form.read_params(await self.ask(worker, request.target, headers,
+                                                                     prefill_form.prefill_body(fields), client))
             finally:
                 leg.took_s = self._now() - began_s
             leg.fields, leg.outcome, plan.prefilled = fields, PrefillOutcome.PREFILLED, True
@@ -76,9 +77,10 @@ class PrefillSender:
             raise NotPrefilled(PrefillOutcome.NO_PREFILL)
         return worker
 
-    async def _try(self, worker: RouterWorker, target: bytes, headers: Headers, body: bytes,
-                   client: ClientConnection) -> bytes:
-        """P's parameters for D. Raises NotPrefilled, ClientGone."""
+    async def ask(self, worker: RouterWorker, target: bytes, headers: Headers, body: bytes,
+                  client: ClientConnection) -> bytes:
+        """The body of a P's answer with status 200. It counts as open there until then, and ends when `client` goes.
+        Raises NotPrefilled, ClientGone."""
         this = InFlightTry(worker)
         worker.in_flight.add(this)
         client.watch(this)
@@ -116,7 +118,7 @@ class PrefillSender:
             reply.close()
         if reply.status == HTTPStatus.OK:
             this.heard(generated=True)
-            return prefill_form.read_params(content)
+            return content
         raise NotPrefilled(self._refusal(worker, reply))
 
     async def _send(self, worker: RouterWorker, target: bytes, headers: Headers, body: bytes) -> WorkerResponse:

@@ -34,6 +34,7 @@ from vllm_pd.router.client_connection import (
 from vllm_pd.router.continuation import ContinuableStream
 from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.fatal_requests import FatalRequests
+from vllm_pd.router.metaserver import Metaserver, OpenTry
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import MAX_TRIES, RequestOrder, RouterOptions
 from vllm_pd.router.placing import PlacementPlan, Placer
@@ -72,6 +73,7 @@ class _Try(InFlightTry):
         self.has_params = has_params
         self.begun = False
         self.reply: WorkerResponse | None = None
+        self.posting: OpenTry | None = None
         self.outcome: TryOutcome | WorkerFailure = TryOutcome.BROKEN_LATER
 
 
@@ -90,9 +92,11 @@ class RouterProxy:
         self._via = via
         self._authorization = (None if options.worker_api_key is None
                                else f"Bearer {options.worker_api_key}".encode())
-        self._prefills = (PrefillSender(options, workers, placer, worker_client, metrics)
-                          if options.order is RequestOrder.PREFILL_FIRST else None)
         self.fatal = FatalRequests()
+        sender = PrefillSender(options, workers, placer, worker_client, metrics)
+        self._prefills = sender if options.order is RequestOrder.PREFILL_FIRST else None
+        self.metaserver = (None if options.metaserver is None else
+                           Metaserver(options.metaserver, sender, placer, self.fatal, metrics, errors))
         self._now = asyncio.get_running_loop().time
         self.ending = False  # the router is shutting down: a cancelled request tells its client so
 
@@ -192,7 +196,7 @@ class RouterProxy:
                 self._metrics.route_s.observe(self._now() - request.began_s - at_prefill_s)
             tried.append(worker)
             try:
-                return await self._try(worker, choice, request, headers, client)
+                return await self._try(worker, choice, request, plan, headers, client)
             except TryFailed as failure:
                 plan.prefilled = False
                 request.tries.append({"worker": worker.url, "failed": failure.kind.value})
@@ -235,14 +239,15 @@ class RouterProxy:
         await client.whole(RouterResponse(answer.status, answer.body, answer.headers + extra * request.explain))
         return answer.status
 
-    async def _try(self, worker: RouterWorker, choice: Choice, request: RouterRequest, headers: Headers,
-                   client: ClientConnection) -> int:
+    async def _try(self, worker: RouterWorker, choice: Choice, request: RouterRequest, plan: PlacementPlan,
+                   headers: Headers, client: ClientConnection) -> int:
         """Try one worker. Returns the status that was sent. Raises TryFailed where it fails before anything was sent to
         the client, ClientGone, ClientResponseBroken."""
         this = _Try(worker, request.prefill_leg is not None and request.prefill_leg.params is not None)
         worker.in_flight.add(this)
         client.watch(this)
         try:
+            this.posting = self._begin_posting(request, plan, headers)
             return await self._exchange(this, choice, request, headers, client)
         except TimeoutError:
             raise self._timed_out(this, request) from None
@@ -266,10 +271,15 @@ class RouterProxy:
             return await self._end_broken(worker, request, client, f"{_LOST}: {failed}")
         finally:
             client.watch(None)
+            if this.posting is not None:
+                this.posting.end(this.outcome is TryOutcome.ANSWERED)
             if this.reply is not None:
                 this.reply.close()
             worker.tries(this.outcome.value).inc()
             self._workers.try_ended(this)
+
+    def _begin_posting(self, request: RouterRequest, plan: PlacementPlan, headers: Headers) -> OpenTry | None:
+        return None if self.metaserver is None else self.metaserver.begin(request, plan, headers)
 
     async def _exchange(self, this: _Try, choice: Choice, request: RouterRequest, headers: Headers,
                         client: ClientConnection) -> int:
@@ -277,9 +287,11 @@ class RouterProxy:
         async with asyncio.timeout(self._options.timeout_s or None):
             if request.broke is not None and (tokens := request.stream.detokenize_request()) is not None:
                 await self._compare(this.worker, request.stream, headers, tokens)
-            reply = this.reply = await self._send(this.worker, request, headers)
+            reply = this.reply = await self._send(this, request, headers)
             this.heard(generated=False)
             fit, whole, first = await self._first(reply, request.generates)
+        if this.posting is not None:
+            this.posting.answer_begins()
         if request.stream is not None and not (reply.status == HTTPStatus.OK and takes_events(fit)):
             if request.broke is not None:
                 raise TryFailed(WorkerFailure.REFUSED, f"{reply.status} in place of the rest of a stream")
@@ -367,13 +379,16 @@ class RouterProxy:
             self.fatal.stream_broke(worker, request.path, request.body)
         return await self._end_broken(worker, request, client, f"{_LOST}: {broken}", lost=lost)
 
-    async def _send(self, worker: RouterWorker, request: RouterRequest, headers: Headers) -> WorkerResponse:
+    async def _send(self, this: _Try, request: RouterRequest, headers: Headers) -> WorkerResponse:
         """Send the request and wait for the head of the answer. If the worker had closed an idle connection, that is no
         failure of the worker, but it counts as a try, because the request may have arrived; it is sent again on a new
         connection. The last try takes a new connection anyway. P's parameters go with the first try only. Raises
         TryFailed."""
         with_params = request.prefill_leg.take_body() if request.prefill_leg is not None else None
         target, body = request.rest or (request.target, request.body)
+        worker = this.worker
+        if this.posting is not None:
+            headers, body = this.posting.headers, this.posting.body
         if len(request.tries) + request.resent < MAX_TRIES - 1:
             try:
                 return await self._worker_client.send(request.method, worker.url, target, headers, with_params or body)

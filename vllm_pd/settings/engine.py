@@ -32,7 +32,7 @@ from vllm_pd.rpc.addresses import (
 )
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.nats_address import DEFAULT_PREFIX, NatsAddress, check_certificates, check_credentials, check_encrypted
-from vllm_pd.settings.store import StoreSettings
+from vllm_pd.settings.store import EXAMPLE_DIGEST, StoreSettings, check_digest
 
 AUTO = "auto"  # of max_local_prefill_tokens
 START_LOCAL_PREFILL_TOKENS = 1000  # what `auto` does as long as nothing is measured
@@ -177,6 +177,9 @@ class PDConfig:
     store: StoreSettings | None = _key(
         None, "The KV store that the engines of this host share, as an object of its own keys. What is there counts as "
         "a prefix hit.")
+    weights_digest: str | None = _key(
+        None, "The digest of weights that are no files of the model, for which the operator vouches: 64 hexadecimal "
+        "digits, as `vllm-pd digest FOLDER` prints them of a folder with the same weights.")
     step_sync: bool = _key(
         False, "Whether the data-parallel ranks of a model with experts agree on their forward passes among "
         "themselves, in the place of vLLM's waves: the same on all ranks. On V1.")
@@ -343,6 +346,7 @@ _TEXTS = {
     "nats_credentials": "write the name of a file",
     "nats_ca": "write the name of a file",
     "nats_prefix": f"write it like {DEFAULT_PREFIX}",
+    "weights_digest": EXAMPLE_DIGEST,
     "metaservers": "write it like http://10.0.0.5:9000/v1/metaserver, with commas between several",
 }
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -375,6 +379,8 @@ def _checked_text(name: str, value: str, values: Mapping[str, Any]) -> str:
         Keys.load(value)
     elif name == "nats_credentials":
         check_credentials(name, value)
+    elif name == "weights_digest":
+        check_digest(value)
     elif name == "metaservers":
         urls = [url.strip() for url in value.split(",")]
         for url in urls:

@@ -5,6 +5,7 @@ PDStoreConnector.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ DEFAULT_FOLDER = f"/dev/shm/vllm-pd-store-{os.geteuid()}"  # /dev/shm is all use
 DEFAULT_MEMORY_GIB = 4.0
 DEFAULT_FILE_GIB = 32.0
 DEFAULT_PINNED_GIB = 0.25
+DIGEST_KEY = "weights_digest"  # of both connectors' settings
+EXAMPLE_DIGEST = "write the 64 digits, 0 to 9 and a to f, that vllm-pd digest FOLDER prints of the same weights"
+_DIGEST = re.compile("[0-9a-f]{64}")
 KEYS = ("folder", "memory_gib", "file_folder", "file_gib", "pinned_gib")
 
 
@@ -42,6 +46,12 @@ class StoreSettings:
             raise ConfigError("file_gib", values["file_gib"], "there is no file tier: write file_folder, too")
         return cls(**values)
 
+    @classmethod
+    def parse_connector(cls, values: Mapping[str, Any]) -> tuple[StoreSettings, str | None]:
+        """The settings of a PDStoreConnector, and its `weights_digest`, None without one. Raises as `parse`."""
+        rest = {key: value for key, value in values.items() if key != DIGEST_KEY}
+        return cls.parse(rest), check_digest(values[DIGEST_KEY]) if DIGEST_KEY in values else None
+
     @property
     def memory_bytes(self) -> int:
         """The size of the arena."""
@@ -56,6 +66,13 @@ class StoreSettings:
     def file_bytes(self) -> int:
         """The bound of the file tier."""
         return int(self.file_gib * 2**30)
+
+
+def check_digest(value: Any) -> str:
+    """This value of `weights_digest`. Raises ConfigError."""
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ConfigError(DIGEST_KEY, value, f"it must be a SHA-256 digest: {EXAMPLE_DIGEST}")
+    return value
 
 
 def _check_size(key: str, value: Any) -> None:

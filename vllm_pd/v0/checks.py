@@ -46,7 +46,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     check_bind(ours.bind)
     check_meeting(ours.bind, ours.broker)
     load_policy(ours.policy, ours.bounds)
-    pin_weights(config)
+    pin_weights(config, ours.weights_digest)
     sample_cache(config)
     if not ours.is_two_sided:
         check_nixl(ours.transport_host)

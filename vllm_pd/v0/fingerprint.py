@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from vllm_pd.model.fingerprint import model_digest
 from vllm_pd.protocol.messages import PROTOCOL, Fingerprint
+from vllm_pd.settings.store import DIGEST_KEY
+from vllm_pd.v0 import SETTINGS_KEY
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +21,7 @@ def fingerprint(config: VllmConfig, layout: str) -> Fingerprint:
     kv_dtype = config.cache_config.cache_dtype
     return Fingerprint(
         protocol=PROTOCOL,
-        model=model_digest(config),
+        model=model_digest(config, given_weights(config)),
         dtype=dtype,
         kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         block_size=config.cache_config.block_size,
@@ -30,6 +32,13 @@ def fingerprint(config: VllmConfig, layout: str) -> Fingerprint:
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
     )
+
+
+def given_weights(config: VllmConfig) -> str | None:
+    """The setting `weights_digest`; None without one."""
+    additional = config.additional_config
+    settings = additional.get(SETTINGS_KEY) if isinstance(additional, dict) else None
+    return None if settings is None else settings["extra"].get(DIGEST_KEY)
 
 
 def token_bytes(config: VllmConfig) -> int:

@@ -20,7 +20,7 @@ from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, byte_rows, model_of
 from vllm_pd.v0.checks import sample_cache
 from vllm_pd.v0.engine import V0Handover
-from vllm_pd.v0.fingerprint import fingerprint
+from vllm_pd.v0.fingerprint import fingerprint, given_weights
 from vllm_pd.v0.stored import StoredPrefixes
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def _open_store(engine: LLMEngine, settings: StoreSettings, opened: contextlib.E
     """The store as this engine uses it; `opened` closes it. Raises ConfigError."""
     config, caches = engine.vllm_config, engine.model_executor.driver_worker.worker.kv_cache[0]
     layout = sample_cache(config).layout.value
-    model = model_of(fingerprint(config, layout), 0, vllm.__version__, weights_state(config))
+    model = model_of(fingerprint(config, layout), 0, vllm.__version__,
+                     weights_state(config, given_weights(config)))
     worker = StoreWorker(settings, model, byte_rows([plane for cache in caches for plane in cache]), ())
     opened.callback(worker.close)
     view = StoreView(settings, worker.slot_bytes, (model, ))

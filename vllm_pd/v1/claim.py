@@ -186,7 +186,7 @@ def check_host(config: VllmConfig, ours: PDConfig) -> None:
     if NatsAddress.is_url(ours.broker):
         require_extra("nats")
     load_policy(ours.policy, ours.bounds)
-    pin_weights(config)
+    pin_weights(config, ours.weights_digest)
     pin_drafter(config)
     if not ours.is_two_sided:
         check_nixl(ours.transport_host)

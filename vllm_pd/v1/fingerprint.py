@@ -13,6 +13,7 @@ from vllm_pd.model.drafter import drafter_digest, drafter_layers
 from vllm_pd.model.fingerprint import model_digest
 from vllm_pd.protocol.messages import PROTOCOL, Fingerprint
 from vllm_pd.transfer.layout import CacheDescription, Layout
+from vllm_pd.v1.settings import given_weights
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,7 +36,7 @@ def fingerprint(config: VllmConfig, cache: CacheDescription | CacheShape, engine
     kv_dtype = config.cache_config.cache_dtype
     return Fingerprint(
         protocol=PROTOCOL,
-        model=" with ".join(filter(None, (model_digest(config), drafter_digest(config)))),
+        model=" with ".join(filter(None, (model_digest(config, given_weights(config)), drafter_digest(config)))),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=cache.dtype if kv_dtype == "auto" else kv_dtype,
         block_size=cache.block_size,

@@ -249,7 +249,7 @@ class _Host:
             self._note(lambda: require_extra("nats"))
         for model, load in _models(config):
             try:
-                pin_files(model, load)
+                pin_files(model, load, ours.weights_digest if model is config.model_config else None)
             except ConfigError as error:
                 if error.key != "model" or not Path(model.model).is_dir():
                     raise
@@ -308,7 +308,7 @@ def _check_store(config: VllmConfig) -> None:
     from vllm_pd.model.store_checks import check_storing
     from vllm_pd.settings.store import StoreSettings
     check_storing(config)
-    StoreSettings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
+    StoreSettings.parse_connector(config.kv_transfer_config.kv_connector_extra_config or {})
 
 
 def known_fingerprint(config: VllmConfig, ours: PDConfig, hub_name: str) -> Fingerprint:
@@ -333,13 +333,14 @@ def known_fingerprint(config: VllmConfig, ours: PDConfig, hub_name: str) -> Fing
 
 def _without_weights(config: VllmConfig) -> VllmConfig:
     """The configuration, as if no weights of a folder were loaded: they would be read to tell two models apart."""
+    from vllm_pd.model.fingerprint import is_elsewhere
     config, drafting = copy.copy(config), copy.copy(config.speculative_config)
     load = dataclasses.replace(config.load_config, load_format="dummy")
     if drafting is not None and drafting.draft_model_config is not None:
         own = drafting.draft_load_config or config.load_config
         drafting.draft_load_config = load if Path(drafting.draft_model_config.model).exists() else own
     config.speculative_config = drafting
-    if Path(config.model_config.model).exists():
+    if Path(config.model_config.model).exists() or is_elsewhere(config.model_config, config.load_config):
         config.load_config = load
     return config
 

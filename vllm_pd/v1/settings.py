@@ -11,6 +11,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.settings.store import DIGEST_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,6 +68,11 @@ def is_ours(vllm_config: VllmConfig) -> bool:
     """Whether the plugin prepared this engine."""
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and OWN_KEY in (transfer.kv_connector_extra_config or {})
+
+
+def given_weights(vllm_config: VllmConfig) -> str | None:
+    """The setting `weights_digest` of either of our connectors; None without one."""
+    return (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get(DIGEST_KEY)
 
 
 def served_name(vllm_config: VllmConfig) -> str:

@@ -168,7 +168,8 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     shares = split_evenly(() if gpus else cores, count)
     on_gpus = gpu_places(gpus, count, options.serve_args) if gpus else [({}, ())] * count
     numbers = [*range(options.decode), *range(options.prefill)]
-    publishes = [not options.router or role.decodes or prefill_first for role in roles]
+    asks_prefills = prefill_first or router_args.options.asks_prefills
+    publishes = [not options.router or role.decodes or asks_prefills for role in roles]
     events = events_arguments(options.serve_args, publishes, routed=options.router)
     engines = tuple(
         EnginePlan(name=f"{ROLE_NAMES[role]} {number}", role=role, port=port, cores=share,

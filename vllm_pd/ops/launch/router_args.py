@@ -42,6 +42,7 @@ def parse_router_args(text: str, api_key: str | None = None, grace_s: float = Ro
 
     def check(options: RouterOptions, policy: RoutingPolicyConfig) -> RouterOptions:
         policy.check()
+        options = replace(options, broker="tcp://127.0.0.1:1")  # the fleet's own, whose port is not known yet
         return (replace(options, api_key=api_key) if options.api_key is None else options).checked()
 
     app = typer.Typer(add_completion=False)

@@ -33,7 +33,7 @@ from vllm_pd.store.plan import LATE_BYTES, NamedBlock, StorePlan
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, byte_rows, model_of
 from vllm_pd.v1.features import scores_prompt
-from vllm_pd.v1.settings import asked_layout, served_name
+from vllm_pd.v1.settings import asked_layout, given_weights, served_name
 from vllm_pd.v1.store.stats import StorePromMetrics, StoreStats
 
 if TYPE_CHECKING:
@@ -94,7 +94,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         check_store(vllm_config)
         check_stored_groups(kv_cache_config.kv_cache_groups)
         self._config = vllm_config
-        self._settings = StoreSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        self._settings, _ = StoreSettings.parse_connector(
+            vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._block_size = vllm_config.cache_config.block_size
         self._worker: StoreWorker | None = None
         self._handshake: StoreHandshake | None = None
@@ -254,7 +255,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         description = describe_views(list(views.values()), num_blocks=self._config.cache_config.num_gpu_blocks,
                                      block_size=self._block_size)
         ours = fingerprint(self._config, description, engine_name(self._config, views))
-        model = model_of(ours, self._config.parallel_config.rank, vllm.__version__, weights_state(self._config))
+        model = model_of(ours, self._config.parallel_config.rank, vllm.__version__,
+                         weights_state(self._config, given_weights(self._config)))
         self._worker = StoreWorker(self._settings, model, byte_rows(list(views.values())), list(views))
         self._handshake = StoreHandshake(model, self._worker.slot_bytes, self._worker.copies.rows)
         stop_before_reload(self._worker)
