@@ -456,6 +456,17 @@ def test_a_planted_error_of_the_picker_is_found(readers, planted):
     assert re.search(said, "\n".join(found)), found
 
 
+def test_the_pickers_page_has_values_that_give_the_pool_of_its_route(readers):
+    blocks = re.findall(r"```yaml\n(.*?)```", (project.ROOT / "docs" / "picker.md").read_text(), re.DOTALL)
+    values, route = (yaml.safe_load(block) for block in blocks[-2:])
+    given = documents(render(values).values())
+    assert problems(given, readers) == []
+    [pool] = Fleet(given).all("InferencePool")
+    [rule] = route["spec"]["rules"]
+    assert rule["backendRefs"] == [{"group": pool["apiVersion"].partition("/")[0], "kind": pool["kind"],
+                                    "name": pool["metadata"]["name"]}]
+
+
 def test_clients_reach_engines_and_routers_and_no_picker():
     fleet = Fleet(documents(render(EVERYTHING).values()))
     for own in (True, False):
