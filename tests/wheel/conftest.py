@@ -6,6 +6,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from _wheel import cache, project, source, targets
 from _wheel.archive import read_record, record_hash
 
 from tests.wheel.checks import Wheel
-from vllm_pd.cli import app
+from vllm_pd import cli
 from vllm_pd.router import server
+from vllm_pd.router.options import RouterOptions
+from vllm_pd.router.policy import RoutingPolicyConfig
 from vllm_pd.rpc.addresses import parse_bind
 from vllm_pd.rpc.keys import Keys
 
@@ -77,15 +80,20 @@ def wheels(tmp_path_factory, own_hashes) -> dict[str, Wheel]:
 @pytest.fixture
 def parsed(monkeypatch) -> Callable[[Sequence[str]], dict[str, Any]]:
     """Have our command parse arguments and check its settings, and return them; nothing is started."""
-    monkeypatch.setattr(server, "serve", lambda options, policy: (options.checked(), policy.check()))
+    def check(options: RouterOptions, policy: RoutingPolicyConfig) -> None:
+        options.checked(), policy.check()
+
+    monkeypatch.setattr(server, "serve", check)
+    monkeypatch.setattr(cli, "require_extra", lambda *names: None)  # gRPC is in a folder of its own
+    monkeypatch.setitem(sys.modules, "vllm_pd.picker.server", SimpleNamespace(serve=check))
     monkeypatch.setenv("VLLM_API_KEY", "")
 
     def run(arguments: Sequence[str]) -> dict[str, Any]:
         name, *rest = arguments
-        command = typer.main.get_command(app).commands[name]
+        command = typer.main.get_command(cli.app).commands[name]
         context = command.make_context(name, rest)
         given = dict(context.params)
-        if name == "router":
+        if name in ("router", "picker"):
             command.invoke(context)
         else:
             assert name == "broker"

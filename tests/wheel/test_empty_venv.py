@@ -24,6 +24,7 @@ from vllm_pd.protocol.messages import PROTOCOL
 from vllm_pd.rpc.ports import take_free
 
 MOST_BYTES = 200_000_000  # of a router's environment, pip included
+MOST_IMAGE_BYTES = 250_000_000  # of what its image installs, the same
 ROUTER_IMAGE = project.ROOT / "deploy" / "containers" / "router.Containerfile"
 PYTHONS = ("3.12", "3.13")  # besides the one that runs the tests
 # `vllm` brings or needs the next three; gRPC and `envoy` are the picker's
@@ -239,10 +240,13 @@ def test_a_picker_needs_its_extra_only(tmp_path, wheel):
 
 
 def test_the_routers_image_installs_what_runs(router, wheel):
-    """What its Containerfile has pip install also brings what a broker at nats:// needs."""
+    """What its Containerfile has pip install also brings what a picker and a broker at nats:// need."""
     env = install(router, wheel, image_installs())
     status, said = doctor(env)
-    assert status == 0 and "this host can run: broker, router\n" in said and "no broker at nats://" not in said
+    assert status == 0 and "this host can run: broker, router, picker\n" in said and "no broker at nats://" not in said
+    assert size_bytes(env) < MOST_IMAGE_BYTES
+    picker = run(env / "bin" / "vllm-pd", "picker", "--order", "prefill-first")  # refused, and with gRPC loaded
+    assert picker.returncode == 2 and "a picker changes no request" in picker.stderr
     done = run(env / "bin" / "vllm-pd", "status", "--broker", f"nats://127.0.0.1:{take_free('127.0.0.1')}")
     assert done.returncode == 2 and "not installed" not in done.stderr and "Traceback" not in done.stderr
 

@@ -21,7 +21,32 @@ matchExpressions: [{key: app.kubernetes.io/component, operator: In, values: [{{ 
 {{- if not (hasPrefix "tcp://" (include "vllm-pd.broker" .)) }}yes{{ end -}}
 {{- end -}}
 
-{{- /* Prometheus' job of the engines or routers, which the alerts add up by. Takes (the root, "engine" or "router"). */ -}}
+{{- /* Whether anything follows the KV events and the load of decode engines. */ -}}
+{{- define "vllm-pd.follows" -}}
+{{- if or .Values.router.enabled .Values.picker.enabled }}yes{{ end -}}
+{{- end -}}
+
+{{- /* What router and picker are told of the fleet. */ -}}
+{{- define "vllm-pd.fleet-args" -}}
+- --broker={{ include "vllm-pd.broker" . }}
+- --keys=/etc/vllm-pd/vllm-pd.keys
+{{- if include "vllm-pd.on-nats" . }}
+- --nats-credentials=/etc/vllm-pd/user.creds
+- --nats-prefix={{ .Values.settings.nats_prefix | default "vllm_pd" }}
+{{- if .Values.broker.natsCa }}
+- --nats-ca=/etc/vllm-pd/ca.crt
+{{- end }}
+{{- end }}
+{{- with .Values.settings.ttl_s }}
+- --ttl-s={{ . }}
+{{- end }}
+- --tokenizer={{ .Values.model.path }}
+- --unready-s={{ .Values.decode.preStopS }}
+- --grace-s={{ .Values.decode.drainTimeoutS }}
+{{- end -}}
+
+{{- /* Prometheus' job of the engines, routers or pickers, which the alerts add up by. Takes (the root, "engine", "router" or
+"picker"). */ -}}
 {{- define "vllm-pd.job" -}}
 vllm-pd-{{ index . 1 }}-{{ (index . 0).Release.Namespace }}-{{ (index . 0).Release.Name }}
 {{- end -}}
@@ -92,6 +117,21 @@ exec:
 {{- end }}
 {{- if and $broker.natsCa (not (hasPrefix "tls://" $broker.url)) }}
   {{- fail (printf "broker.natsCa=true can't be used: broker.url=%q has no certificate: write tls://, or set broker.natsCa to false" $broker.url) }}
+{{- end }}
+{{- $picker := .Values.picker -}}
+{{- if and $picker.enabled .Values.networkPolicy.enabled (not .Values.networkPolicy.gateways) }}
+  {{- fail "networkPolicy.gateways=[] can't be used: picker.enabled is true, and no gateway could ask it: write your gateways' pods like [{namespaceSelector: {matchLabels: {kubernetes.io/metadata.name: gateway}}}], or set picker.enabled to false" }}
+{{- end }}
+{{- if and $picker.inferencePool (not $picker.enabled) }}
+  {{- fail "picker.inferencePool=true can't be used: picker.enabled is false, and an InferencePool needs a picker: set picker.enabled to true, or picker.inferencePool to false" }}
+{{- end }}
+{{- if and $picker.tls.clientCa (not $picker.tls.enabled) }}
+  {{- fail "picker.tls.clientCa=true can't be used: picker.tls.enabled is false, and gateways without TLS show no certificate: set picker.tls.enabled to true, or picker.tls.clientCa to false" }}
+{{- end }}
+{{- range $picker.args }}
+  {{- if regexMatch "^--(host|port|metrics-port|health-port|tls-.*|broker|keys|nats-.*|ttl-s|unready-s|grace-s|worker-api-key|order)(=|$)" . }}
+    {{- fail (printf "picker.args=%q can't be used: the chart sets it, its key belongs into the Secret, or a picker has no choice there: leave it out; certificates are in picker.tls, the broker in `broker`, times in decode.preStopS and decode.drainTimeoutS" .) }}
+  {{- end }}
 {{- end }}
 {{- range $name := list "decode" "prefill" }}
   {{- range (index $.Values $name).args }}
