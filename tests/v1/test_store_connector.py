@@ -70,7 +70,7 @@ def make(settings, model_folder, monkeypatch):
     # What reads a model that is loaded.
     monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
-    monkeypatch.setattr("vllm_pd.model.store_checks.pin_weights", lambda config: None)
+    monkeypatch.setattr("vllm_pd.model.store_checks.pin_weights", lambda config, given: None)
     made, reloads = [], []
 
     def one(role: KVConnectorRole, spec: KVCacheSpec = FULL, rank: int = 0, ranks: int = 1) -> PDStoreConnector:
@@ -365,7 +365,7 @@ def test_b104_an_engine_with_other_weights_has_other_blocks(make, monkeypatch):
     """B104: of the same sizes, in the same folder, where the fingerprint may be the same."""
     first = make(KVConnectorRole.WORKER).get_handshake_metadata()
     assert make(KVConnectorRole.WORKER).get_handshake_metadata() == first
-    monkeypatch.setattr("vllm_pd.v1.store.connector.weights_state", lambda config: "other")
+    monkeypatch.setattr("vllm_pd.v1.store.connector.weights_state", lambda config, given: "other")
     assert make(KVConnectorRole.WORKER).get_handshake_metadata().model != first.model
 
 

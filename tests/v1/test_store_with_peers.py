@@ -64,7 +64,7 @@ def worker(model_folder, monkeypatch):
     monkeypatch.setattr("vllm_pd.v1.worker.RankWorker", FakeRank)
     monkeypatch.setattr("vllm_pd.v1.fingerprint.engine_name", lambda config, layers: "engine")
     monkeypatch.setattr("vllm_pd.v1.fingerprint.fingerprint", lambda config, cache, engine: engine)
-    monkeypatch.setattr("vllm_pd.model.store_checks.pin_weights", lambda config: None)
+    monkeypatch.setattr("vllm_pd.model.store_checks.pin_weights", lambda config, given: None)
     for name in WEIGHT_CALLS:
         monkeypatch.setattr(Worker, name, lambda self: None)
     config = VllmConfig(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor import model_loader
 
@@ -15,17 +16,26 @@ from vllm_pd.model.fingerprint import weights_state
 from vllm_pd.model.store_checks import check_store
 from vllm_pd.model.weights import digest_weights
 from vllm_pd.transfer.layout import Layout
+from vllm_pd.v1.claim import claim_configurations
 from vllm_pd.v1.fingerprint import CacheShape, fingerprint
 from vllm_pd.v1.plugin import register
+from vllm_pd.v1.settings import given_weights
+from vllm_pd.v1.store.connector import PDStoreConnector
+from vllm_pd.v1.store.with_peers import store_config
 
 MODEL = Path(os.environ["VLLM_PD_TINY_MODEL"])
 BROKER = {"broker": "tcp://127.0.0.1:1"}
 SHAPE = CacheShape("float32", 32, 2, Layout.KV_HEADS_FIRST)
 
 
-@pytest.fixture(autouse=True)
-def plugin():
+@pytest.fixture(scope="module", autouse=True)
+def activated():
+    """As in tests/v1/test_claim.py."""
+    upstream = VllmConfig._verify_kv_transfer_compat
     register()
+    claim_configurations()
+    yield
+    VllmConfig._verify_kv_transfer_compat = upstream
 
 
 @pytest.fixture
@@ -99,13 +109,17 @@ def test_b104_the_store_takes_a_digest_too(bare):
     """Both connectors have one name for the weights, which no file that is looked at changes."""
     right = digest_weights(MODEL).hex()
     config = configured(bare, "tensorizer", right, "PDStoreConnector", prefix_caching_hash_algo="sha256")
-    check_store(config)
+    check_store(config, right)
+    with pytest.raises(ConfigError, match="load_format='tensorizer'.*weights_digest"):
+        check_store(config)
     beside = configured(bare, "tensorizer", right)
     assert fingerprint(config, SHAPE, "") == fingerprint(beside, SHAPE, "")
+    beside.kv_transfer_config.kv_connector_extra_config["store"] = {"memory_gib": 1}
+    assert given_weights(store_config(beside)) == right, "of an engine with both"
     before = weights_state(config, right)
     assert before == weights_state(beside, right)
     (bare / "model.safetensors").write_bytes(b"x")
     assert weights_state(config, right) == before
     config.kv_transfer_config.kv_connector_extra_config = {"weights_digest": "x"}
     with pytest.raises(ConfigError, match="weights_digest='x'"):
-        check_store(config)
+        PDStoreConnector(config, KVConnectorRole.SCHEDULER, None)

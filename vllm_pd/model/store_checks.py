@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.checks import check_features, check_limits, check_model, check_parallel
 from vllm_pd.model.fingerprint import pin_weights
-from vllm_pd.settings.store import StoreSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -28,11 +27,11 @@ STORE_FEATURES = {
 }
 
 
-def check_store(config: VllmConfig) -> None:
-    """Raises ConfigError for an engine that can't use the store, or whose weights can't be told from others."""
+def check_store(config: VllmConfig, given: str | None = None) -> None:
+    """Raises ConfigError for an engine that can't use the store, or whose weights can't be told from others. `given`:
+    the setting `weights_digest`."""
     check_storing(config)
-    _, digest = StoreSettings.parse_connector(config.kv_transfer_config.kv_connector_extra_config or {})
-    pin_weights(config, digest)
+    pin_weights(config, given)
 
 
 def check_storing(config: VllmConfig) -> None:

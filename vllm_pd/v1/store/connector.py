@@ -91,11 +91,11 @@ class PDStoreConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_store(vllm_config)
+        self._settings, digest = StoreSettings.parse_connector(
+            vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        check_store(vllm_config, digest)
         check_stored_groups(kv_cache_config.kv_cache_groups)
         self._config = vllm_config
-        self._settings, _ = StoreSettings.parse_connector(
-            vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._block_size = vllm_config.cache_config.block_size
         self._worker: StoreWorker | None = None
         self._handshake: StoreHandshake | None = None

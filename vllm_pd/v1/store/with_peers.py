@@ -23,10 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_pd.settings.store import DIGEST_KEY
 from vllm_pd.v1.binding import StepMetadata
 from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
-from vllm_pd.v1.settings import served_name
+from vllm_pd.v1.settings import given_weights, served_name
 from vllm_pd.v1.start import begin_handover
 from vllm_pd.v1.store.connector import PDStoreConnector, StoreHandshake, StoreReport, StoreStep
 from vllm_pd.v1.store.handover import V1HandoverWithStore
@@ -97,9 +98,11 @@ class PairedPromMetrics(HandoverPromMetrics):
 def store_config(config: VllmConfig) -> VllmConfig:
     """The configuration of an engine with both, as it is for `PDStoreConnector`."""
     transfer, own = config.kv_transfer_config, copy.copy(config)
+    digest = given_weights(config)
     own.kv_transfer_config = dataclasses.replace(
         transfer, kv_connector=PDStoreConnector.__name__, kv_connector_module_path=None,
-        kv_connector_extra_config=transfer.kv_connector_extra_config["store"])
+        kv_connector_extra_config=transfer.kv_connector_extra_config["store"] | (
+            {} if digest is None else {DIGEST_KEY: digest}))
     return own
 
 
