@@ -202,7 +202,7 @@ def test_b104_a_server_is_killed_at_any_moment(serve, read, transports, monkeypa
     reader, chance = read(server.url, wait_s=1.0), random.Random(7)
     for turn in range(8):
         connected(reader)
-        wait_for(lambda: reader.fetch(1 + turn * 4) > turn * 4, "the host is asked again",
+        wait_for(lambda turn=turn: reader.fetch(1 + turn * 4) > turn * 4, "the host is asked again",
                  meanwhile=lambda: time.sleep(0.2))
         killer = threading.Timer(chance.random() * 0.03, server.kill)
         killer.start()

@@ -22,6 +22,7 @@ DEFAULT_STAGING_MIB = 64.0
 MAX_HOSTS = 64
 KEYS = ("folder", "memory_gib", "file_folder", "file_gib", "pinned_gib", "listen", "hosts", "keys", "wait_s",
         "staging_mib")
+FAR_KEYS = frozenset(("listen", "hosts"))
 _FAR_CURE = "write hosts, the other hosts' addresses, too, or leave it out"
 _EXAMPLE = "tcp://10.0.0.5:5900"
 _MOST = {"wait_s": 60, "staging_mib": 2**20}  # of other numbers 2**20
@@ -64,6 +65,11 @@ class StoreSettings:
         return cls(**values)
 
     @property
+    def is_far(self) -> bool:
+        """Whether this engine serves other hosts, or asks them."""
+        return self.listen is not None or bool(self.other_hosts)
+
+    @property
     def other_hosts(self) -> tuple[str, ...]:
         """The addresses of `hosts`, without that of `listen`: a fleet may give all engines one list."""
         return tuple(url for url in (self.hosts or "").split(",") if url and url != self.listen)
@@ -101,7 +107,7 @@ def _parse_far(values: Mapping[str, Any], engines_keys: str | None) -> dict[str,
     for key in ("wait_s", "staging_mib"):
         if key in values and "hosts" not in values:
             raise ConfigError(key, values[key], f"no other host is asked: {_FAR_CURE}")
-    if not {"listen", "hosts"} & values.keys():
+    if not FAR_KEYS & values.keys():
         if "keys" in values:
             raise ConfigError("keys", values["keys"], "nothing here speaks to other hosts: write listen or hosts, too, "
                               "or leave it out")
