@@ -60,7 +60,8 @@ def test_every_key_can_be_set(files):
              "fallback": "refuse", "fallback_tokens": 77, "fallback_wait_s": 0.5, "step_sync": True,
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
-                       "pinned_gib": 1}, **files}
+                       "pinned_gib": 1, "listen": "tcp://127.0.0.1:5900", "wait_s": 1, "staging_mib": 8,
+                       "hosts": "tcp://127.0.0.1:5901,tcp://127.0.0.1:5902", "keys": files["keys"]}, **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
     assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
     for given in (extra, {**extra, **auto}):
@@ -74,6 +75,14 @@ def test_b80_the_store_has_keys_of_its_own():
     for given, key in (({"memory": 4}, "memory"), ({"memory_gib": "4"}, "memory_gib"), ({"file_gib": 4}, "file_gib"),
                        *(({"memory_gib": value}, "memory_gib") for value in (10**400, -10**400, float("inf")))):
         assert refused("kv_both", {**BROKER, "store": given}).key == key
+
+
+def test_b104_the_store_has_the_keys_of_the_engine(files):
+    """B104: those of its own object win; without other hosts it has none."""
+    far = {**BROKER, "keys": files["keys"], "store": {"listen": "tcp://10.0.0.5:5900"}}
+    assert PDConfig.parse("kv_both", far).store.keys == files["keys"]
+    assert PDConfig.parse("kv_both", {**far, "store": {}}).store == StoreSettings()
+    assert refused("kv_both", {**BROKER, "store": far["store"]}).key == "listen"
 
 
 @pytest.mark.parametrize("kv_role", [None, "", "decode", "KV_CONSUMER", 1])

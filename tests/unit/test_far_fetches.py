@@ -296,6 +296,17 @@ def test_b104_no_request_waits_longer_than_wait_s_even_if_no_thread_runs():
     assert not len(reader.fetches), "nobody waits for it any more"
 
 
+def test_b97_steps_are_made_for_a_wait_and_not_for_ever():
+    """A request that V1 has no room to look at is not asked for."""
+    reader = Reader(hosts=1)
+    waits = RequestWaits(reader.fetches, WAIT_S)
+    assert not waits.any_at(reader.now)
+    waits.ask(reader.now, "r", lambda: names(1))
+    assert waits.any_at(reader.now + WAIT_S + 0.5) and not waits.any_at(reader.now + WAIT_S + 1.0)
+    assert waits.ask(reader.now + 100.0, "r", lambda: names(1)) is WaitAnswer.LOOK
+    assert not waits.any_at(reader.now)
+
+
 def test_requests_with_one_beginning_share_a_fetch():
     reader = Reader(hosts=1)
     waits = RequestWaits(reader.fetches, WAIT_S)

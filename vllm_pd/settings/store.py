@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.rpc.addresses import parse_bind, parse_endpoint, url_of
+from vllm_pd.rpc.addresses import hosts_of, is_loopback, is_name, parse_bind, parse_endpoint, url_of
 from vllm_pd.rpc.keys import Keys
 
 DEFAULT_FOLDER = f"/dev/shm/vllm-pd-store-{os.geteuid()}"  # /dev/shm is all users'
@@ -120,6 +120,11 @@ def _parse_far(values: Mapping[str, Any], engines_keys: str | None) -> dict[str,
         found["listen"] = url_of(*parse_bind("listen", values["listen"], keyed=is_keyed))
     if "hosts" in values:
         found["hosts"] = ",".join(_parse_hosts(values["hosts"], is_keyed))
+    hosts = hosts_of(",".join(filter(None, (found.get("listen"), found.get("hosts")))))
+    if is_loopback(hosts[0]) and not all(is_loopback(host) or is_name(host) for host in hosts):
+        key = "listen" if "listen" in values else "hosts"
+        raise ConfigError(key, values[key], f"other machines can't write to {hosts[0]}: write an address of this "
+                          "machine by which they reach it")
     return found
 
 

@@ -115,9 +115,9 @@ class FarStore:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether any request waits."""
+        """Whether any request waits, so that steps are to be made."""
         with self._lock:
-            return len(self._waits) > 0
+            return self._waits.any_at(time.monotonic())
 
     def take_counts(self) -> dict[str, int]:
         """What was counted since the last call, by the names of `vllm_pd.store.metrics`."""

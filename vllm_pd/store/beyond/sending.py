@@ -43,6 +43,7 @@ MAX_OPEN_BYTES = 1 << 30
 LEASE_S = 5.0
 UNMET_S = 30.0  # where nothing answers, to add a reader takes this thread 3 s (`vllm_pd.transfer.nixl.agent`)
 MAX_UNMET = 256
+WARNING_S = 60.0
 NAMES_PER_S = 50_000  # that are looked up: each takes about 10 microseconds of this process
 POLL_S = 0.001
 MAX_POLL_S = 0.02
@@ -119,6 +120,7 @@ class BlockSender:
         self._budget = Budget(clock(), NAMES_PER_S)
         self._readers: dict[str, _Reader] = {}  # the least recently added first
         self._unmet: dict[str, float] = {}  # readers that could not be added, and until when that is not tried again
+        self._quiet_until_s = 0.0
         self._open: list[_OpenSend] = []
         self.counts: Counter[str] = Counter()
 
@@ -150,7 +152,7 @@ class BlockSender:
             try:
                 self._post(route, message, blocks)
             except (TransferError, OverflowError) as error:  # an address that is none
-                logger.info("store: nothing is sent to %s: %s", message.agent_name[:80], error)
+                self._warn(message.agent_name, error)
                 return nothing
             undone.pop_all()
         return None
@@ -198,6 +200,13 @@ class BlockSender:
         self.counts["busy"] += is_busy
         self._budget.spend(0 if is_busy else parts)
         return not is_busy
+
+    def _warn(self, name: str, error: Exception) -> None:
+        """Once in WARNING_S: anybody may cause it."""
+        if self._clock() >= self._quiet_until_s:
+            self._quiet_until_s = self._clock() + WARNING_S
+            logger.warning("store: nothing is sent to another host's %r: %s; this is said once in %d s", name[:80],
+                           error, WARNING_S)
 
     def _is_full(self, more_bytes: int) -> bool:
         """Whether too much is open. What is open for long does not count: its reader gets nothing more."""

@@ -8,6 +8,8 @@ from enum import Enum
 
 from vllm_pd.store.beyond.fetches import BlockFetches
 
+GRACE_S = 1.0  # a request that V1 has no room to look at is not waited with for longer
+
 
 class WaitAnswer(Enum):
     """What a request is to do."""
@@ -32,6 +34,10 @@ class RequestWaits:
 
     def __len__(self) -> int:
         return sum(wait.fetch is not None for wait in self._waits.values())
+
+    def any_at(self, now: float) -> bool:
+        """Whether any request waits, or has until a moment ago and is to be asked for once more."""
+        return any(wait.fetch is not None and now < wait.until_s + GRACE_S for wait in self._waits.values())
 
     def ask(self, now: float, request_id: str, find_absent: Callable[[], Sequence[bytes]]) -> WaitAnswer:
         """Whether the request waits. `find_absent`: the names of the blocks that it lacks, if it is to be known. A
