@@ -162,11 +162,16 @@ def test_b104_a_torn_block_is_a_miss(serve, read, caplog):
         held = arena.hold(BlockKey(MODELS[1], name_of(3)), BLOCK)
         held.bytes[77] ^= 1
         held.release()
-    blocks = reader.arena.blocks()
+    number = 100
+    while reader.arena.blocks() < reader.arena.shape.slots:  # each block takes the place of another one
+        put(reader.arena, number, 1)
+        number += 1
+    evicted = {name_of(one) for one in range(100, number)}
     with caplog.at_level(logging.WARNING, "vllm.pd"):
         assert reader.fetch(6) == 3
     assert counts(reader) == {"far_found": 12, "far_fetched": 7, "far_torn": 1, "far_host_torn": 1, "far_part": 1}
-    assert reader.arena.blocks() == blocks + 7, "no slot was taken for it"
+    left = sum(len(reader.arena.models_of(name)) for name in evicted)
+    assert left == reader.arena.shape.slots - 7 and reader.arena.blocks() == reader.arena.shape.slots, "its slot"
     assert f"host {server.url} is not asked for 1 s: torn" in caplog.text
     assert reader.fetch(6) == 3 and counts(reader) == {}, "nobody was asked"
 
@@ -200,7 +205,7 @@ def test_b104_a_server_is_killed_at_any_moment(serve, read, transports, monkeypa
         monkeypatch.setenv("UCX_TLS", transports)
     server = serve(40)
     reader, chance = read(server.url, wait_s=1.0), random.Random(7)
-    for turn in range(8):
+    for turn in range(5):
         connected(reader)
         wait_for(lambda turn=turn: reader.fetch(1 + turn * 4) > turn * 4, "the host is asked again",
                  meanwhile=lambda: time.sleep(0.2))
@@ -210,14 +215,14 @@ def test_b104_a_server_is_killed_at_any_moment(serve, read, transports, monkeypa
         killer.join()
         server.process.wait(30)
         server.start()
-    assert count_right(reader.arena, 40) >= 29
+    assert count_right(reader.arena, 40) >= 17
 
 
 def test_b104_a_reader_that_is_killed_ends_no_server(serve, read, monkeypatch):
     """B104: over TCP. A server that is read would be ended by UCX (`vllm_pd.transfer.nixl.transport`)."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     server, chance = serve(60), random.Random(8)
-    for turn in range(10):
+    for turn in range(6):
         with tempfile.TemporaryDirectory(prefix="vllm-pd-test-", dir="/dev/shm") as memory:
             victim = Server(Path(memory) / "victim", 0, hosts=server.url, staging_mib=64)
             time.sleep(0.2)
