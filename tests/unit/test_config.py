@@ -61,7 +61,8 @@ def test_every_key_can_be_set(files):
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
              "weights_digest": "0123456789abcdef" * 4,
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,
-                       "pinned_gib": 1}, **files}
+                       "pinned_gib": 1, "listen": "tcp://127.0.0.1:5900", "wait_s": 1, "staging_mib": 8,
+                       "hosts": "tcp://127.0.0.1:5901,tcp://127.0.0.1:5902", "keys": files["keys"]}, **files}
     auto = {"max_local_prefill_tokens": "auto", "itl_target_ms": 80}
     assert {*extra, *auto} == {key.name for key in PDConfig.settings()}
     for given in (extra, {**extra, **auto}):
@@ -94,6 +95,14 @@ def test_b42_both_connectors_take_a_digest_of_weights_and_the_store_in_settings_
     assert StoreSettings.parse_connector(given) == (StoreSettings(memory_gib=1), digest)
     assert StoreSettings.parse_connector({}) == (StoreSettings(), None)
     assert refused("kv_both", {**BROKER, "store": {"weights_digest": digest}}).key == "weights_digest"
+
+
+def test_b104_the_store_has_the_keys_of_the_engine(files):
+    """B104: those of its own object win; without other hosts it has none."""
+    far = {**BROKER, "keys": files["keys"], "store": {"listen": "tcp://10.0.0.5:5900"}}
+    assert PDConfig.parse("kv_both", far).store.keys == files["keys"]
+    assert PDConfig.parse("kv_both", {**far, "store": {}}).store == StoreSettings()
+    assert refused("kv_both", {**BROKER, "store": far["store"]}).key == "listen"
 
 
 @pytest.mark.parametrize("kv_role", [None, "", "decode", "KV_CONSUMER", 1])

@@ -18,7 +18,15 @@ from vllm_pd.protocol.actions import AttemptEnd, FallbackReason
 from vllm_pd.protocol.messages import PROTOCOL, DenyReason, Fingerprint, Role
 from vllm_pd.rpc.codec import FrameFault
 from vllm_pd.settings.engine import PDConfig
-from vllm_pd.store.metrics import BLOCK_EVENTS, LOAD_OUTCOMES, StoreFamilies
+from vllm_pd.store.metrics import (
+    BLOCK_EVENTS,
+    FAR_EVENTS,
+    FAR_FAILURES,
+    FAR_OUTCOMES,
+    FAR_REFUSALS,
+    LOAD_OUTCOMES,
+    StoreFamilies,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "operations.md").read_text()
@@ -66,7 +74,7 @@ def test_b97_every_family_of_upstreams_is_described():
 
 
 @pytest.mark.parametrize("words", [Reason, FallbackReason, AttemptEnd, metrics.STAGES, Cause, BLOCK_EVENTS,
-                                   LOAD_OUTCOMES], ids=str)
+                                   LOAD_OUTCOMES, FAR_EVENTS, FAR_OUTCOMES, FAR_FAILURES, FAR_REFUSALS], ids=str)
 def test_every_label_is_described(words):
     """Each value that a label takes."""
     assert {getattr(word, "value", word) for word in words} <= TICKED

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc.keys import Keys
 from vllm_pd.settings.store import KEYS, StoreSettings
 from vllm_pd.store.arena import PAGE, ArenaShape
 from vllm_pd.store.blocks import AHEAD_NS, HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
@@ -93,6 +94,21 @@ def test_the_files_that_go_are_the_least_recently_used():
     ({"folder": "here"}, "folder='here' can't be used: it must be a folder with its whole path"),
     ({"file_folder": 3}, "file_folder=3 can't be used: it must be a folder with its whole path"),
     ({"file_gib": 3}, "file_gib=3 can't be used: there is no file tier: write file_folder, too"),
+    ({"listen": 5900}, "listen=5900 can't be used: it must be a string"),
+    ({"listen": "10.0.0.5:5900"}, "listen='10.0.0.5:5900' can't be used: write it like tcp://"),
+    ({"listen": "tcp://127.0.0.1:0"}, "listen='tcp://127.0.0.1:0' can't be used: its port is outside 1..65535"),
+    ({"listen": "tcp://10.0.0.5:5900"}, "listen='tcp://10.0.0.5:5900' can't be used: beyond this machine's loopback "
+     "the sockets need a key: run vllm-pd keys FILE"),
+    ({"hosts": "tcp://10.0.0.6:5900"}, "hosts='tcp://10.0.0.6:5900' can't be used: beyond this machine's loopback"),
+    ({"hosts": ""}, "hosts='' can't be used: write it like tcp://"),
+    ({"hosts": "tcp://127.0.0.1:5900,tcp://127.0.0.1:5900"}, "hosts='tcp://127.0.0.1:5900,tcp://127.0.0.1:5900' can't "
+     "be used: write at most 64 addresses, each once"),
+    ({"hosts": ",".join(f"tcp://127.0.0.1:{port}" for port in range(5900, 5965))}, "hosts="),
+    ({"wait_s": 1}, "wait_s=1 can't be used: no other host is asked: write hosts"),
+    ({"wait_s": 61, "hosts": "tcp://127.0.0.1:5900"}, "wait_s=61 can't be used: it must be above 0 and at most 60"),
+    ({"staging_mib": "1", "hosts": "tcp://127.0.0.1:5900"}, "staging_mib='1' can't be used: it must be a number"),
+    ({"keys": "/none"}, "keys='/none' can't be used: nothing here speaks to other hosts: write listen or hosts"),
+    ({"keys": "/none", "hosts": "tcp://127.0.0.1:5900"}, "keys='/none' can't be used: No such file"),
 ])
 def test_settings_that_are_refused(values: dict, message: str):
     with pytest.raises(ConfigError) as caught:
@@ -114,6 +130,58 @@ def test_settings():
     settings = StoreSettings.parse({"memory_gib": 0.5, "file_folder": "/var/cache/kv", "file_gib": 1,
                                     "pinned_gib": 2})
     assert (settings.memory_bytes, settings.file_bytes, settings.pinned_bytes) == (1 << 29, 1 << 30, 1 << 31)
+    assert not settings.is_far
+
+
+def test_b104_an_address_that_the_other_hosts_can_not_reach(tmp_path):
+    keys = str(Keys.make(tmp_path))
+    for given in ({"listen": "tcp://127.0.0.1:5900", "hosts": "tcp://10.0.0.6:5900"},
+                  {"hosts": "tcp://127.0.0.1:5900,tcp://10.0.0.6:5900"}):
+        with pytest.raises(ConfigError, match=r"can't be used: other machines can't write to 127.0.0.1: write an add"):
+            StoreSettings.parse({"keys": keys, **given})
+    assert StoreSettings.parse({"keys": keys, "listen": "tcp://10.0.0.5:5900",
+                                "hosts": "tcp://10.0.0.6:5900,tcp://127.0.0.1:5900"}).other_hosts
+
+
+def test_b104_all_engines_may_have_one_list_of_hosts():
+    """B104: an engine leaves its own address out; alone it asks nobody, and then only serves."""
+    settings = StoreSettings.parse({"listen": "tcp://localhost:5900", "staging_mib": 0.5,
+                                    "hosts": "tcp://127.0.0.1:5901, tcp://127.0.0.1:5900"})
+    assert settings.other_hosts == ("tcp://127.0.0.1:5901", ) and settings.is_far
+    assert settings.staging_bytes == 1 << 19
+    alone = StoreSettings.parse({"hosts": "tcp://127.0.0.1:5900", "listen": "tcp://127.0.0.1:5900"})
+    assert alone.other_hosts == () and alone.is_far
+
+
+def test_b104_what_is_absent_of_a_request():
+    """B104: what follows the blocks that are here, up to the last that a load could have; looked at anew each time."""
+    stored = {b"a", b"b", b"d"}
+    store = StorePlan(16, lambda name: name in stored, 8, lambda: 100.0)
+    names = [b"a", b"b", b"c", b"d", b"e"]
+    store.add("r")
+    assert store.absent_names("r", names, 80, 0) == [b"c", b"d"], "the last token's block is always computed"
+    assert store.absent_names("r", names, 81, 16) == [b"c", b"d", b"e"]
+    assert store.absent_names("r", names, 80, 32) == [b"c", b"d"]
+    assert list(store.absent_names("r", names, 80, 7)) == [], "no load begins within a block"
+    stored.add(b"c")
+    assert store.loadable_tokens("r", names, 80, 32) == 32
+    stored.add(b"e")
+    assert store.absent_names("r", names, 81, 0) == []
+    store.failed("r")
+    assert list(store.absent_names("r", names, 81, 0)) == []
+    assert list(store.absent_names("another", names, 81, 0)) == []
+
+
+def test_b104_what_has_come_since_the_last_look_is_seen():
+    """B104: a look-up counts for a second, unless blocks have come."""
+    stored = {b"a"}
+    store = StorePlan(16, lambda name: name in stored, 8, lambda: 100.0)
+    store.add("r")
+    assert store.loadable_tokens("r", [b"a", b"b", b"c"], 60, 0) == 16
+    stored.add(b"b")
+    assert store.loadable_tokens("r", [b"a", b"b", b"c"], 60, 0) == 16
+    store.look_anew("r")
+    assert store.loadable_tokens("r", [b"a", b"b", b"c"], 60, 0) == 32
 
 
 def test_b104_after_a_step_that_was_not_whole_none_counts():

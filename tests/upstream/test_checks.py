@@ -79,6 +79,12 @@ def test_b80_b104_what_the_store_can_not_be_used_with(loads, more, words):
     hooks.check_engine(configuration(**more))
 
 
+@pytest.mark.parametrize("key, value", [("listen", "tcp://127.0.0.1:5900"), ("hosts", "tcp://127.0.0.1:5900")])
+def test_b80_b104_the_store_is_of_one_host(loads, key, value):
+    words = f"{key}='{value}'.*leave it out of the object store, or use V1"
+    assert_refused(configuration({"store": {key: value}}), loads, words)
+
+
 def test_b80_b104_the_store_knows_no_cache_on_a_device(loads):
     config = configuration({"store": {}})
     config.device_config.device_type = "cuda"

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 from enum import Enum
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import zmq
@@ -47,6 +48,15 @@ class SendResult(Enum):
     UNREACHABLE = "unreachable"
 
 
+class Bounds(NamedTuple):
+    """Of one connection, each way: messages that wait, and the bytes of a frame. An end that gets more closes it."""
+    messages: int = HIGH_WATER_MESSAGES
+    frame_bytes: int = MAX_FRAME_BYTES
+
+
+_BOUNDS = Bounds()
+
+
 def started_context(max_sockets: int | None = None) -> zmq.Context:
     """A context whose threads run already. They start with its first socket, and where they lack descriptors then,
     libzmq ends the process; a later socket only raises zmq.ZMQError."""
@@ -57,14 +67,14 @@ def started_context(max_sockets: int | None = None) -> zmq.Context:
     return context
 
 
-def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
+def _bounded(context: zmq.Context, kind: int, address: str, bounds: Bounds) -> zmq.Socket:
     """A socket of ours: bounds, and how soon a dead connection is seen."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MESSAGES)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.SNDHWM, bounds.messages)
+    socket.setsockopt(zmq.RCVHWM, bounds.messages)
+    socket.setsockopt(zmq.MAXMSGSIZE, bounds.frame_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
@@ -74,10 +84,10 @@ def _bounded(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
 
 
 def server(context: zmq.Context, address: str, keys: Keys | None = None,
-           ends_when_silent: bool = False) -> zmq.Socket:
+           ends_when_silent: bool = False, bounds: Bounds = _BOUNDS) -> zmq.Socket:
     """A bound ROUTER. `ends_when_silent`: a connection whose other end answers nothing for SILENT_MS ends, and with it
     what waits to be read there. Raises zmq.ZMQError where the address can't be had."""
-    socket = _bounded(context, zmq.ROUTER, address)
+    socket = _bounded(context, zmq.ROUTER, address, bounds)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     if keys is not None:
         socket.curve_server = True
@@ -94,12 +104,13 @@ def server(context: zmq.Context, address: str, keys: Keys | None = None,
     return socket
 
 
-def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None) -> zmq.Socket:
+def client(context: zmq.Context, address: str, *, only_connected: bool, keys: Keys | None = None,
+           bounds: Bounds = _BOUNDS) -> zmq.Socket:
     """A DEALER that connects, and reconnects, in the background. With `only_connected` a send fails at once while no
     connection stands, and one whose other end is silent for SILENT_MS is replaced; else a bounded number of messages
     waits for it, for as long as TCP does. A name in the address is looked up, which may take seconds; where it has
     addresses of IPv4, only they are used. Raises zmq.ZMQError for a bad address."""
-    socket = _dealer(context, address, only_connected, keys)
+    socket = _dealer(context, address, only_connected, keys, bounds)
     socket.setsockopt(zmq.IPV6, int(needs_ipv6(urlsplit(address).hostname)))
     if only_connected:
         _end_when_silent(socket)
@@ -146,8 +157,9 @@ def _end_when_silent(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TTL, SILENT_MS)  # the other end forgets the old connection as soon
 
 
-def _dealer(context: zmq.Context, address: str, only_connected: bool, keys: Keys | None) -> zmq.Socket:
-    socket = _bounded(context, zmq.DEALER, address)
+def _dealer(context: zmq.Context, address: str, only_connected: bool, keys: Keys | None,
+            bounds: Bounds = _BOUNDS) -> zmq.Socket:
+    socket = _bounded(context, zmq.DEALER, address, bounds)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)

@@ -308,7 +308,7 @@ def _checked(key: dataclasses.Field, value: Any, values: Mapping[str, Any]) -> A
     if key.name == "store":
         if not isinstance(value, dict):
             raise ConfigError(key.name, value, 'it must be an object, like {"memory_gib": 4}, or {} for all defaults')
-        return StoreSettings.parse(value)
+        return StoreSettings.parse(value, values.get("keys"))
     if key.type is bool:
         if not isinstance(value, bool):
             raise ConfigError(key.name, value, "it must be true or false, without quotes")

@@ -131,7 +131,8 @@ def _pages(size: int) -> int:
 
 
 class BlockArena:
-    """One process's map of an arena. Thread-safe. Owns the map and a file descriptor; `close` gives them back.
+    """One process's map of an arena, at `address`. Thread-safe. Owns the map and a file descriptor; `close` gives them
+    back.
 
     In a child that was forked it is closed: it would keep this process's locks alive.
     """
@@ -150,6 +151,7 @@ class BlockArena:
         finally:
             os.close(fd)
         self._bytes = memoryview(self._map)
+        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self._headers = np.frombuffer(self._map, _HEADER_WORDS, self.shape.slots, PAGE)
         self._words = self._bytes.cast("Q")  # one aligned store for each word
         self._locks = _SlotLocks(self._fd)
@@ -166,6 +168,18 @@ class BlockArena:
         if not 0 < length <= self.shape.slot_bytes:
             raise ValueError(f"{length} bytes; a slot has {self.shape.slot_bytes}")
         return self.run(put(self.shape.geometry, key, length, time.time_ns()), fill)
+
+    def put_checked(self, key: BlockKey, part: Buffer, checksum: int) -> PutResult:
+        """Store the bytes of `part`, if they have this checksum where they are and, should they change meanwhile, where
+        they have arrived; TORN otherwise."""
+        array = _as_bytes(part)
+        if _sum(key, memoryview(array)) != checksum:  # before a slot is taken from another block
+            return PutResult.TORN
+
+        def fill(view: memoryview) -> int | None:
+            return checksum if _copy(key, [array], view, True) == checksum else None
+
+        return self.put_from(key, len(array), fill)
 
     def hold(self, key: BlockKey, length: int) -> LeasedBlock | None:
         """Lease a block of exactly `length` bytes, or None. It is not replaced before the lease is released, or this
@@ -304,6 +318,11 @@ class LeasedBlock:
     def bytes(self) -> memoryview:
         """The block, unchecked."""
         return self._arena.payload(self._slot, self.length)
+
+    @property
+    def address(self) -> int:
+        """Where its bytes are in this process."""
+        return self._arena.address + self._arena.shape.payload_at(self._slot)
 
     @property
     def header(self) -> BlockHeader | None:

@@ -9,6 +9,10 @@ from vllm_pd.metrics import FamilyCollector
 BLOCK_EVENTS = ("stored", "present", "busy", "memory", "file", "missing", "written", "no_room", "gone", "not_queued",
                 "error")
 LOAD_OUTCOMES = ("loaded", "failed", "overdue")
+FAR_EVENTS = ("found", "fetched", "torn", "late", "sent")
+FAR_OUTCOMES = ("whole", "part", "none")
+FAR_FAILURES = ("late", "unreachable", "torn", "garbage")
+FAR_REFUSALS = ("busy", "bad_frame")
 
 
 class StoreFamilies(FamilyCollector):
@@ -20,6 +24,14 @@ class StoreFamilies(FamilyCollector):
                                    "event")
         self.loads = self.counter("vllm:pd_store_loads_total", "Requests that found their blocks in the KV store, by "
                                   "how their loads ended.", "outcome")
+        self.far_blocks = self.counter("vllm:pd_store_far_blocks_total", "Blocks of other hosts' stores, or for them, "
+                                       "by what became of them.", "event")
+        self.far_fetches = self.counter("vllm:pd_store_far_fetches_total", "Prompts for whose blocks other hosts were "
+                                        "asked, by how much of them has come.", "outcome")
+        self.far_failures = self.counter("vllm:pd_store_far_failures_total", "How often a host was not asked for a "
+                                         "while, by the reason.", "reason")
+        self.far_refused = self.counter("vllm:pd_store_far_refused_total", "Questions of other hosts that were not "
+                                        "looked at, by the reason.", "reason")
 
 
 class StoreMetrics:
@@ -27,12 +39,14 @@ class StoreMetrics:
 
     def __init__(self, model_name: str, engine: int | None = None) -> None:
         families, labels = StoreFamilies.of_engine(model_name, engine)
-        self._events = {event: families.blocks.labels(*labels, event) for event in BLOCK_EVENTS}
-        self._loads = {end: families.loads.labels(*labels, end) for end in LOAD_OUTCOMES}
+        self._counters = {f"{prefix}{name}": family.labels(*labels, name) for family, prefix, names in (
+            (families.blocks, "", BLOCK_EVENTS), (families.loads, "", LOAD_OUTCOMES),
+            (families.far_blocks, "far_", FAR_EVENTS), (families.far_fetches, "far_", FAR_OUTCOMES),
+            (families.far_failures, "far_host_", FAR_FAILURES), (families.far_refused, "far_", FAR_REFUSALS))
+            for name in names}
 
     def add(self, counts: Mapping[str, int]) -> None:
-        """Add these numbers to the counters, by event or outcome; other names are left out."""
+        """Add these numbers to the counters, by event, outcome or reason; other names are left out."""
         for name, number in counts.items():
-            counter = self._events.get(name) or self._loads.get(name)
-            if counter is not None:
+            if (counter := self._counters.get(name)) is not None:
                 counter.inc(number)

@@ -99,6 +99,21 @@ class StorePlan:
         tracked.found = _Found(tokens, computed_tokens, (found - first) * self._block_size, now)
         return tracked.found.loadable_tokens
 
+    def absent_names(self, request_id: str, names: Sequence[bytes], tokens: int,
+                     computed_tokens: int) -> Sequence[bytes]:
+        """The names of the blocks that follow those of `loadable_tokens`, as far as a load could have them. The store
+        is looked at anew."""
+        if self.first_name(request_id, names, tokens, computed_tokens) is None:
+            return ()
+        self._requests[request_id].found = None
+        found = self.loadable_tokens(request_id, names, tokens, computed_tokens)
+        return names[(computed_tokens + found) // self._block_size:(tokens - 1) // self._block_size]
+
+    def look_anew(self, request_id: str) -> None:
+        """What the store was found to have of it does not count any more."""
+        if (tracked := self._requests.get(request_id)) is not None:
+            tracked.found = None
+
     def loads(self, request_id: str, names: Sequence[bytes], block_ids: Sequence[int],
               tokens: int) -> list[NamedBlock]:
         """The blocks of a load of `tokens` tokens, as `loadable_tokens` has answered last for this request.

@@ -27,8 +27,8 @@ SETTLED_NS = 10**9  # a folder that was changed this close to when it was listed
 
 
 class StoreView:
-    """The blocks of one engine's model in the store. Owns a map of the arena and, with a file tier, a thread for each
-    rank."""
+    """The blocks of one engine's model in the store. Owns a map of the arena, `arena`, and, with a file tier, a thread
+    for each rank."""
 
     def __init__(self, settings: StoreSettings, slot_bytes: int, models: Collection[bytes]) -> None:
         """`models`: those of the engine's ranks, each of which has its part of a block. Raises ConfigError where the
@@ -38,8 +38,8 @@ class StoreView:
         if settings.file_folder is not None:
             tier = FileTier(settings.file_folder, settings.file_bytes, slot_bytes)
             self._files = {model: FileNames(tier.folder / model.hex()) for model in models}
-        self._arena = BlockArena(settings.folder, slot_bytes, settings.memory_bytes)
-        if others := other_arenas(self._arena.path):
+        self.arena = BlockArena(settings.folder, slot_bytes, settings.memory_bytes)
+        if others := other_arenas(self.arena.path):
             logger.info("store: %s also has arenas for blocks of other sizes, which keep their memory until they are "
                         "removed: %s", settings.folder, others)
         for files in self._files.values():
@@ -47,14 +47,14 @@ class StoreView:
 
     def contains(self, name: bytes) -> bool:
         """Whether each rank's part of the block with this name seems to be there. Any may be gone at once."""
-        missing = self._models - self._arena.models_of(name)
+        missing = self._models - self.arena.models_of(name)
         return all(name in self._files.get(model, ()) for model in missing)
 
     def close(self) -> None:
         """End the threads, unless the disk holds them, and give the map back. Idempotent."""
         for files in self._files.values():
             files.close()
-        self._arena.close()
+        self.arena.close()
 
 
 class _ListedSet(NamedTuple):

@@ -18,6 +18,7 @@ from vllm_pd.model.checks import check_bind, check_meeting, check_memory, check_
 from vllm_pd.model.fingerprint import pin_weights, short_rope_tokens
 from vllm_pd.protocol.messages import Role
 from vllm_pd.settings.engine import PDConfig
+from vllm_pd.settings.store import FAR_KEYS, StoreSettings
 from vllm_pd.transfer.choice import TransportChoice
 from vllm_pd.transfer.layout import CacheDescription, check_backend, describe
 from vllm_pd.v0.fingerprint import cache_dtype
@@ -42,6 +43,7 @@ def check_config(config: VllmConfig, settings: dict[str, Any]) -> None:
     check_seats(ours, config.scheduler_config.max_num_seqs)
     if ours.store is not None:
         check_store(config)
+        check_one_host(ours.store)
     check_memory()
     check_bind(ours.bind)
     check_meeting(ours.bind, ours.broker)
@@ -119,6 +121,14 @@ def check_store(config: VllmConfig) -> None:
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError("enable_prefix_caching", False, "leave it on, or leave out the key store: what the store has "
                           "is used as a prefix hit. If nothing switches it off, the log says why it is off")
+
+
+def check_one_host(settings: StoreSettings) -> None:
+    """Raises ConfigError for a store beyond one host."""
+    for key in sorted(FAR_KEYS):
+        if (value := getattr(settings, key)) is not None:
+            raise ConfigError(key, value, "leave it out of the object store, or use V1: V0's scheduler asks once where "
+                              "a prompt is prefilled, and can't wait for blocks of other hosts before")
 
 
 def sample_cache(config: VllmConfig) -> CacheDescription:

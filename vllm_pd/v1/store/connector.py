@@ -2,7 +2,8 @@
 """`PDStoreConnector`: V1's KV connector over the store, without peers. It only passes on.
 
 Scheduler role, in EngineCore: `StorePlan` says what a request can load and what a step has filled. A request that loads
-waits as one that waits for a peer does (V1's asynchronous load). Worker role: `StoreWorker`.
+waits as one that waits for a peer does (V1's asynchronous load). Before that, with `hosts`, it may wait for blocks of
+other hosts to come into the arena (`FarStore`): V1 asks again with each step. Worker role: `StoreWorker`.
 """
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ from vllm_pd.model.fingerprint import weights_state
 from vllm_pd.model.layers import check_stored_groups
 from vllm_pd.model.store_checks import check_store
 from vllm_pd.settings.store import StoreSettings
+from vllm_pd.store.beyond.waits import WaitAnswer
 from vllm_pd.store.plan import LATE_BYTES, NamedBlock, StorePlan
 from vllm_pd.store.view import StoreView
 from vllm_pd.store.worker import StoreWorker, byte_rows, model_of
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_worker import Worker
 
+    from vllm_pd.store.beyond.far import FarStore
 
 logger = logging.getLogger("vllm.pd")
 
@@ -100,6 +103,7 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._worker: StoreWorker | None = None
         self._handshake: StoreHandshake | None = None
         self._view: StoreView | None = None
+        self._far: FarStore | None = None
         self._plan: StorePlan | None = None
         self._manager: KVCacheManager | None = None
         self._requests: dict[str, Request] = {}
@@ -124,6 +128,9 @@ class PDStoreConnector(KVConnectorBase_V1):
                               f"size: there are {len(models)}, of {sorted(sizes)} bytes")
         self._rows = min((theirs.rows for theirs in metadata.values() if theirs.rows is not None), default=None)
         self._view = StoreView(self._settings, *sizes, models)
+        if self._settings.is_far:
+            from vllm_pd.store.beyond.far import FarStore
+            self._far = FarStore(self._settings, self._view.arena, models)
         late = max(1, LATE_BYTES // min(sizes)) if self._rows is None else self._rows  # the step's thread copies none
         self._plan = StorePlan(self._block_size, self._view.contains, late)
         filled = self._config.scheduler_config.max_num_batched_tokens // self._block_size
@@ -156,15 +163,23 @@ class PDStoreConnector(KVConnectorBase_V1):
         """Whether blocks are loaded and put: not any more after `reset_cache`."""
         return self._plan is not None
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a request waits for blocks of other hosts."""
+        return self._far is not None and self._far.is_waited_for
+
     def load_failed(self, request: Request) -> None:
         """Its load failed: it is not tried again, and its blocks are put when they are computed."""
         if self._plan is not None and self._requests.get(request.request_id) is request:
             self._plan.failed(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """(tokens that are loaded, True), or (0, False): compute it."""
+        """(tokens that are loaded, True); (0, False): compute it; (None, False): ask with the next step."""
         if self.first_name(request, num_computed_tokens) is None:
             return 0, False
+        if (self._far is not None and not request.skip_reading_prefix_cache
+                and self._waits(request, num_computed_tokens)):
+            return None, False
         tokens = self._plan.loadable_tokens(request.request_id, self._names(request), request.num_tokens,
                                             num_computed_tokens)
         return tokens, bool(tokens)
@@ -224,12 +239,16 @@ class PDStoreConnector(KVConnectorBase_V1):
         self._requests.pop(request.request_id, None)
         if self._plan is not None:
             self._plan.end(request.request_id)
+        if self._far is not None:
+            self._far.end_request(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool:
         """Cached KV is not to be used any more, as after a change of the weights. The store is not this engine's alone:
-        it stays, and this engine stops using it. What it loads at present fails."""
+        it stays, and this engine stops using it. What it loads at present fails. It goes on to serve other hosts."""
         self._plan, self._requests = None, {}
+        if self._far is not None:
+            self._far.end_requests()
         return True
 
     # EngineCore, before the caches are allocated.
@@ -282,8 +301,9 @@ class PDStoreConnector(KVConnectorBase_V1):
         return StoreReport(self._worker.copies.ended, has_stopped) if has_stopped or self._worker.on_device else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Our figures since the last call."""
-        counts = self._worker.take_counts() if self._worker is not None else None
+        """Our figures since the last call: those of other hosts in EngineCore, all else in the worker."""
+        source = self._worker or self._far
+        counts = source.take_counts() if source is not None else None
         return StoreStats(counts) if counts else None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -324,7 +344,8 @@ class PDStoreConnector(KVConnectorBase_V1):
         """Give the store back."""
         if self._worker is not None:
             self._worker.close()
-        if self._view is not None:
+        far_has_ended = self._far is None or self._far.close()
+        if self._view is not None and far_has_ended:
             self._view.close()
 
     def debug_state(self) -> dict[str, int]:
@@ -340,6 +361,15 @@ class PDStoreConnector(KVConnectorBase_V1):
             self._worker.stop("the cache was reset")
         self._worker.end_step(step.number, step.has_tokens, [NamedBlock(*one) for one in step.puts],
                               sys.exc_info()[0] is not None)
+
+    def _waits(self, request: Request, computed_tokens: int) -> bool:
+        """Whether it waits for blocks of other hosts."""
+        request_id = request.request_id
+        answer = self._far.ask(request_id, lambda: self._plan.absent_names(
+            request_id, self._names(request), request.num_tokens, computed_tokens))
+        if answer is WaitAnswer.LOOK:
+            self._plan.look_anew(request_id)
+        return answer is WaitAnswer.WAIT
 
     def _names(self, request: Request) -> list[bytes]:
         """The chain hashes of the request's full blocks; none where V1 hashes in another unit."""

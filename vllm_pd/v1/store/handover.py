@@ -72,14 +72,17 @@ class V1HandoverWithStore(V1Handover):
         return bool(self._loads)
 
     def match(self, request: Request, cached_tokens: int) -> int | None:
-        """As without the store, but what that has comes first. None also while these blocks are loaded for another
-        request, whose hit they are to be; what is loaded for one that is gone will be nobody's."""
+        """As without the store, but what that has comes first. None also while blocks of other hosts are waited for,
+        and while these blocks are loaded for another request, whose hit they are to be; what is loaded for one that is
+        gone will be nobody's."""
         self._offers.pop(request.request_id, None)
         first = self._first_name(request, cached_tokens)
         if first is not None and any(load.first == first and not load.request.is_finished()
                                      for load in self._loads.values()):
             return None
         tokens, _ = (0, False) if first is None else self._store.get_num_new_matched_tokens(request, cached_tokens)
+        if tokens is None:
+            return None
         if not tokens:
             return super().match(request, cached_tokens)
         self._offers[request.request_id] = OfferedLoad(cached_tokens, tokens)
@@ -114,9 +117,9 @@ class V1HandoverWithStore(V1Handover):
             load.is_right = load.is_right and request_id not in failed
 
     def after_schedule(self, output: SchedulerOutput, throttled: bool) -> None:
-        """This step was scheduled. No load ends without steps."""
+        """This step was scheduled. No load ends without steps, and no wait for other hosts' blocks."""
         super().after_schedule(output, throttled)
-        self.stalled = self.stalled and not self._loads
+        self.stalled = self.stalled and not self._loads and not self._store.is_fetching
 
     def after_update(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """The output of a step was processed."""

@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vllm_pd.settings.store import DIGEST_KEY
+from vllm_pd.settings.store import DIGEST_KEY, FAR_KEYS
 from vllm_pd.v1.binding import StepMetadata
 from vllm_pd.v1.connector import PDConnector
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
@@ -98,11 +98,15 @@ class PairedPromMetrics(HandoverPromMetrics):
 def store_config(config: VllmConfig) -> VllmConfig:
     """The configuration of an engine with both, as it is for `PDStoreConnector`."""
     transfer, own = config.kv_transfer_config, copy.copy(config)
-    digest = given_weights(config)
+    settings, digest = transfer.kv_connector_extra_config, given_weights(config)
+    store = dict(settings["store"])
+    if FAR_KEYS & store.keys() and "keys" in settings:
+        store.setdefault("keys", settings["keys"])
+    if digest is not None:
+        store[DIGEST_KEY] = digest
     own.kv_transfer_config = dataclasses.replace(
         transfer, kv_connector=PDStoreConnector.__name__, kv_connector_module_path=None,
-        kv_connector_extra_config=transfer.kv_connector_extra_config["store"] | (
-            {} if digest is None else {DIGEST_KEY: digest}))
+        kv_connector_extra_config=store)
     return own
 
 
@@ -209,10 +213,13 @@ class PDConnectorWithStore(PDConnector):
     # Figures.
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Our figures since the last call: those of the hand-overs in EngineCore, those of the store in the worker."""
-        stored = self._store.get_kv_connector_stats()
-        return super().get_kv_connector_stats() if stored is None else HandoverStats(
-            {"calls": [[_STORE_COUNTS, stored.data]]})
+        """Our figures since the last call: those of the hand-overs and of other hosts' stores in EngineCore, those of
+        the store in the worker."""
+        ours, stored = super().get_kv_connector_stats(), self._store.get_kv_connector_stats()
+        if stored is None:
+            return ours
+        counted = HandoverStats({"calls": [[_STORE_COUNTS, stored.data]]})
+        return counted if ours is None else ours.aggregate(counted)
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any) -> KVConnectorPromMetrics:

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store beyond one host: blocks from the arenas of other hosts (docs/store.md, "Beyond one host")."""
