@@ -200,6 +200,17 @@ class TestPlan:
         command = plan(router=True, router_args=text).router.command
         assert command[-4:] == ("--continue-streams", "--policy", "round-robin", "--unready-s=0.5")
 
+    @pytest.mark.parametrize("more, said", [
+        ({"port": 8100}, "write http://127.0.0.1:8100/v1/metaserver"),
+        ({"pd": {}}, "--pd metaservers=None.* write metaservers=http://127.0.0.1:8200/"),
+        ({"pd": {"metaservers": "http://127.0.0.1:9000/v1/metaserver"}}, "decode engines post to no other URL")])
+    def test_b80_a_metaserver_that_no_engine_would_post_to(self, more, said):
+        url = "http://127.0.0.1:8200/v1/metaserver"
+        with pytest.raises(ConfigError, match=said):
+            plan(router=True, router_args=f"--metaserver {url}", **{"port": 8200, "pd": {"metaservers": url}, **more})
+        with pytest.raises(ConfigError, match="with --order prefill-first no decode engine posts"):
+            parse_router_args(f"--metaserver {url}", order="prefill-first")
+
     @pytest.mark.parametrize("pd, text, grace_s", [
         ({"drain_timeout_s": 600.5}, "", 600.5), ({"drain_timeout_s": 600}, "--unready-s 1", 600),
         ({"drain_timeout_s": 600}, "--grace-s=120", 120), ({"drain_timeout_s": 5}, "--grace-s 120", 120), ({}, "", 30)])

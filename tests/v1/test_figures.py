@@ -98,11 +98,14 @@ def test_figures_and_load_of_the_last_step_leave_an_engine_that_rests(model_fold
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_b43_the_states_of_an_engine_that_rests_are_right_whichever_front_end_is_late(model_folder, in_flight, order):
-    """B43: of two processes' gauges the one that was set last counts."""
+@pytest.mark.parametrize("asks", [(0, 1), (1, 1)])
+def test_b43_the_states_of_an_engine_that_rests_are_right_whichever_front_end_is_late(model_folder, in_flight, order,
+                                                                                     asks):
+    """B43: of two processes' gauges the one that was set last counts. So it is where only the second one has requests.
+    """
     engine = Engine(model_folder, in_flight)
-    parked(engine)
-    engine.add("b", [5] * 9, client_index=1)
+    parked(engine, client_index=asks[0])
+    engine.add("b", [5] * 9, client_index=asks[1])
     engine.run()
     engine.prefilled("a")
     engine.run()

@@ -15,6 +15,7 @@ from vllm_pd.router.bodies import BodyBudget, BodyRefused, HeldBody
 from vllm_pd.router.client_connection import ClientGone, ClientResponseBroken, Receive, Send, respond
 from vllm_pd.router.errors import RouterErrors
 from vllm_pd.router.judgement import Judgement
+from vllm_pd.router.metaserver import POST_BODY_S
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import METASERVER_PATH, RouterOptions
 from vllm_pd.router.overview import FleetOverview
@@ -244,9 +245,12 @@ class RouterApp:
             return metaserver.refuse_unread(HTTPStatus.NOT_FOUND, "no request is open whose job may be posted")
         with metaserver.bodies.hold() as held:
             try:
-                body = await _read_body(receive, scope["headers"], held)
+                async with asyncio.timeout(POST_BODY_S):
+                    body = await _read_body(receive, scope["headers"], held)
             except BodyRefused as refused:
                 return metaserver.refuse_unread(refused.status, str(refused))
+            except TimeoutError:
+                return metaserver.refuse_unread(HTTPStatus.REQUEST_TIMEOUT, f"no whole body in {POST_BODY_S:g} s")
             return await metaserver.serve(body, receive, _nowhere)
 
     async def _page(self, scope: dict[str, Any], receive: Receive) -> RouterResponse:

@@ -4,7 +4,7 @@ the job of a prompt to the router, which has a prefill engine (P) of its own cho
 
 Life of an `OpenTry`: it begins when a completion is sent to a D, under a request id that nobody else can know. From
 then until the first byte of D's answer, D may post its job once. The router gives the job to a P with the client's
-body, and to a second P where the first one has not done it, and answers the post at the end. Whatever the answer is, D
+body, and to a second P where the first one has refused it, and answers the post at the end. Whatever the answer is, D
 goes on: it has the KV of the job, or the attempt is over and D decides anew. An `OpenTry` ends with the try at D;
 unless D has answered by then, so does P's request.
 """
@@ -31,8 +31,11 @@ from vllm_pd.router.workers import RouterWorker, WorkerFailure
 
 MAX_POST_BYTES = 8 << 20  # of a million token ids
 MAX_POSTS_BYTES = 256 << 20  # of all open posts, which need no key
+POST_BODY_S = 5.0  # for the body of a post
 MAX_PREFILLS = 2  # Ps for one post
 CHAT = "/v1/chat/completions"
+# How a try at a P fails that may have claimed the job: D then lets no other P have it.
+_MAY_HAVE_CLAIMED = frozenset({WorkerFailure.BROKEN, WorkerFailure.TIMEOUT, WorkerFailure.PROBE})
 _CLIENTS_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")  # a client's request id that the drawn one may begin with
 
 
@@ -74,8 +77,10 @@ class OpenTry:
         open_tries[self.request_id] = self
 
     def answer_begins(self) -> None:
-        """From now on D can't post: the client may read the request id in the answer."""
+        """From now on D can't post: the client may read the request id in the answer. An answer may be long, so what is
+        sent no more is not kept."""
         self._open_tries.pop(self.request_id, None)
+        self.body, self.fields = b"", {}
 
     def end(self, answered: bool) -> None:
         """The try has ended. Unless D has `answered`, nobody needs the prompt's KV any more."""
@@ -159,7 +164,7 @@ class Metaserver:
         return outcome, self._errors.response(status, why)
 
     async def _prefill(self, this: OpenTry, post: bytes, client: ClientConnection) -> StrEnum:
-        """Have a P do the job, and another one if that has not. Returns what became of it. Raises ClientGone."""
+        """Have a P do the job, and another one if that has refused it. Returns what became of it. Raises ClientGone."""
         path, key = this.request.path, this.request.body
         if self._fatal.is_known_at_prefill(path, key):
             return PrefillOutcome.FATAL
@@ -175,8 +180,9 @@ class Metaserver:
             else:
                 self._fatal.prefilled(path, key)
                 return PostOutcome.DONE
-            if outcome is WorkerFailure.BROKEN and await self._fatal.connection_broke(worker, path, key,
-                                                                                      at_prefill=True):
+            if outcome is WorkerFailure.BROKEN:
+                await self._fatal.connection_broke(worker, path, key, at_prefill=True)
+            if outcome in _MAY_HAVE_CLAIMED:
                 break
         return outcome
 

@@ -79,7 +79,7 @@ class V1Handover(Handover):
         reader = AdapterReader(access.wake)
         self.adapters = AdapterBook(scheduler.lora_config, reader, config.role is Role.PREFILL)
         self._listed: tuple[str, ...] = ()  # of the adapters' scopes
-        self._front_ends: set[int] = set()  # that have sent a request
+        self._front_ends = {0}  # that may have had figures: those that have sent a request, too
         self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, capacity.rows,
                                               metrics, self.speed, self.adapters)
         self.prefill_jobs: InternalRequests | None = None

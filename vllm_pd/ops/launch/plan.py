@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.installation import World, find_installation
@@ -20,7 +21,7 @@ from vllm_pd.ops.launch.router_args import RouterArgs, parse_router_args
 from vllm_pd.ops.launch.serve_args import refuse_ours, value_of, without
 from vllm_pd.ops.launch.shares import parse_numbered, split_evenly
 from vllm_pd.protocol.messages import Role
-from vllm_pd.router.options import API_KEY_VARIABLE, OPERATOR_KEY_VARIABLE, RequestOrder
+from vllm_pd.router.options import API_KEY_VARIABLE, METASERVER_PATH, OPERATOR_KEY_VARIABLE, RequestOrder
 from vllm_pd.rpc.ports import require_free, take_free
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.settings.options import Option
@@ -216,7 +217,22 @@ def _router_args(options: UpOptions, drain_timeout_s: float) -> RouterArgs:
                           "out")
     if not options.router:
         return RouterArgs()
-    return parse_router_args(options.router_args, value_of("--api-key", options.serve_args), grace_s=drain_timeout_s)
+    found = parse_router_args(options.router_args, value_of("--api-key", options.serve_args), drain_timeout_s,
+                              options.order)
+    _check_metaserver(found.options.metaserver, options)
+    return found
+
+
+def _check_metaserver(url: str | None, options: UpOptions) -> None:
+    """Raises ConfigError for a URL that is not the router's, or to which no decode engine would post."""
+    if url is None:
+        return
+    if urlsplit(url).port != options.port:
+        raise ConfigError("--router-args --metaserver", url, f"the router has port {options.port}: write "
+                          f"http://{HOST}:{options.port}{METASERVER_PATH}")
+    listed = options.pd.get("metaservers")
+    if not isinstance(listed, str) or url not in [one.strip() for one in listed.split(",")]:
+        raise ConfigError("--pd metaservers", listed, f"decode engines post to no other URL: write metaservers={url}")
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:

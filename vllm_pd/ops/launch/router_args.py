@@ -25,10 +25,11 @@ class RouterArgs:
     options: RouterOptions = RouterOptions()
 
 
-def parse_router_args(text: str, api_key: str | None = None, grace_s: float = RouterOptions.grace_s) -> RouterArgs:
+def parse_router_args(text: str, api_key: str | None = None, grace_s: float = RouterOptions.grace_s,
+                      order: str = RouterOptions.order) -> RouterArgs:
     """The options in this text, which is split as in a shell; none in an empty text. `api_key` is the engines', which
-    the router gets, too. `grace_s` is its --grace-s where the text has none. Raises ConfigError for an option that is
-    unknown, wrong or set by `up`."""
+    the router gets, too, as it gets `order`. `grace_s` is its --grace-s where the text has none. Raises ConfigError for
+    an option that is unknown, wrong or set by `up`."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -42,7 +43,8 @@ def parse_router_args(text: str, api_key: str | None = None, grace_s: float = Ro
 
     def check(options: RouterOptions, policy: RoutingPolicyConfig) -> RouterOptions:
         policy.check()
-        options = replace(options, broker="tcp://127.0.0.1:1")  # the fleet's own, whose port is not known yet
+        # The broker is the fleet's own, whose port is not known yet.
+        options = replace(options, broker="tcp://127.0.0.1:1", order=order)
         return (replace(options, api_key=api_key) if options.api_key is None else options).checked()
 
     app = typer.Typer(add_completion=False)
