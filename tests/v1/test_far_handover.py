@@ -241,11 +241,12 @@ def test_b104_the_figures_go_with_a_step(far):
     engine.add("a", asked)
     engine.turn()
     engine.far.answer()
-    end(engine)
-    counted = [call[1] for one in engine.figures if one for call in one["calls"] if call[0] == "store"]
+    engine.binding._metrics.attempt("done")
+    calls = engine.scheduler.connector.get_kv_connector_stats().data["calls"]
     ranks = StoredEngine.ranks
-    assert {"far_found": 6 * ranks, "far_fetched": 6 * ranks, "far_whole": 1} in counted
-    assert any(call[0] == "decision" for one in engine.figures if one for call in one["calls"])
+    assert ["store", {"far_found": 6 * ranks, "far_fetched": 6 * ranks, "far_whole": 1}] in calls
+    assert ["attempt", "done"] in calls
+    end(engine)
 
 
 @pytest.mark.parametrize("seed", range(12))
