@@ -6,10 +6,12 @@
     python scripts/v1_source_tests.py 0.33.0                              what needs no engine
     python scripts/v1_source_tests.py 0.33.0 -- -k "hazard or b93"        options of pytest
     python scripts/v1_source_tests.py 0.33.0 --extension -- -m e2e tests/v1/test_real_engines.py
+    python scripts/v1_source_tests.py 0.33.0 --extension --with "orjson>=3.11.6" -- -m heavy tests/v1_engines/test_lockstep.py
 
 For a release whose only wheel is for CUDA. Its source, fetched as scripts/v1_canary.py does, takes the place of the
 installed package; all else is that of the environment. With `--extension` the installed package's compiled parts come
-along, so that engines run as far as both releases call them alike; that says nothing about the release's own. The exit
+along, so that engines run as far as both releases call them alike; that says nothing about the release's own. `--with`
+has pip install what the release needs and the environment lacks, for this run alone. The exit
 status is that of pytest, or 2 where the release can't be had.
 """
 import argparse
@@ -29,11 +31,13 @@ from _series.errors import Refusal  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(usage="%(prog)s [-h] [--extension] [--cache DIR] VERSION [-- OPTION ...]",
+    parser = argparse.ArgumentParser(usage="%(prog)s [-h] [--extension] [--with PACKAGE] [--cache DIR] VERSION [-- OPTION ...]",
                                      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog='OPTION: of pytest; -m "not e2e" and tests/v1 where it names no others')
     parser.add_argument("release", metavar="VERSION")
     parser.add_argument("--extension", action="store_true", help="copy the installed package's compiled parts")
+    parser.add_argument("--with", dest="packages", metavar="PACKAGE", action="append", default=[],
+                        help="install this package for the run, without its dependencies; may be repeated")
     parser.add_argument("--cache", type=Path, metavar="DIR", default=source.default_cache(),
                         help="where sdists are kept (default: $VLLM_PD_CACHE, or vllm-pd in the user's caches)")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # argparse mixes what is on both sides of it
@@ -41,6 +45,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vllm-pd-source-") as folder:
         try:
             install(args.release, args.cache, Path(folder))
+            add_packages(args.packages, folder)
         except Refusal as refusal:
             print(f"v1_source_tests: {refusal}", file=sys.stderr)
             return 2
@@ -67,6 +72,13 @@ def install(release: str, cache: Path, folder: Path) -> None:
     info = folder / f"vllm-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+def add_packages(packages: list[str], folder: str) -> None:
+    """Install packages into `folder`. Raises Refusal."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, *packages]
+    if packages and subprocess.run(command, check=False, timeout=600).returncode:
+        raise Refusal(f"--with {' '.join(packages)}: pip could not install it")
 
 
 def copy_extension(package: Path) -> None:

@@ -34,6 +34,21 @@ def test_the_examples_of_the_script_run(run, arguments, copied, options):
     assert run(*arguments) == (copied, options)
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_packages_that_the_release_needs_are_installed_for_the_run_alone(monkeypatch, capsys, status):
+    started = []
+    monkeypatch.setattr(sys, "argv", ["v1_source_tests.py", "0.33.0", "--with", "one>=1", "--with", "two"])
+    monkeypatch.setattr(v1_source_tests, "install", lambda *args: None)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: started.append((command, options))
+                        or subprocess.CompletedProcess(command, status))
+    assert v1_source_tests.main() == (2 if status else 0)
+    (pip, _), *tests = started
+    folder = pip[pip.index("--target") + 1]
+    assert pip[-2:] == ["one>=1", "two"] and len(tests) == (0 if status else 1)
+    assert all(options["env"]["PYTHONPATH"].startswith(folder) for _, options in tests)
+    assert not status or "--with one>=1 two" in capsys.readouterr().err
+
+
 def test_options_of_pytest_come_after_two_dashes(run):
     with pytest.raises(SystemExit):
         run("0.33.0", "-x")
