@@ -6,7 +6,7 @@
     python scripts/v1_source_tests.py 0.33.0                              what needs no engine
     python scripts/v1_source_tests.py 0.33.0 -- -k "hazard or b93"        options of pytest
     python scripts/v1_source_tests.py 0.33.0 --extension -- -m e2e tests/v1/test_real_engines.py
-    python scripts/v1_source_tests.py 0.33.0 --extension --with "orjson>=3.11.6" -- -m heavy tests/v1_engines/test_lockstep.py
+    python scripts/v1_source_tests.py 0.33.0 --extension --with "orjson>=3.11.6" -- -m heavy tests/v1_engines
 
 For a release whose only wheel is for CUDA. Its source, fetched as scripts/v1_canary.py does, takes the place of the
 installed package; all else is that of the environment. With `--extension` the installed package's compiled parts come
@@ -31,7 +31,8 @@ from _series.errors import Refusal  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(usage="%(prog)s [-h] [--extension] [--with PACKAGE] [--cache DIR] VERSION [-- OPTION ...]",
+    usage = "%(prog)s [-h] [--extension] [--with PACKAGE] [--cache DIR] VERSION [-- OPTION ...]"
+    parser = argparse.ArgumentParser(usage=usage,
                                      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      epilog='OPTION: of pytest; -m "not e2e" and tests/v1 where it names no others')
     parser.add_argument("release", metavar="VERSION")

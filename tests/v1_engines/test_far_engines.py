@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines with a store each, which ask each other for blocks (B104): without peers, and as peers' engines."""
+"""Real V1 engines with a store each, which ask each other for blocks (B104): without peers, and as peers' engines. By hand:
+`heavy`."""
 from __future__ import annotations
 
 import contextlib
@@ -17,7 +18,7 @@ from tests.v1.real_engines import RealEngine
 from tests.v1_engines.test_store_engines import BLOCK, MEMORY_GIB, prompt, whole_blocks
 from vllm_pd.rpc.ports import take_free
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy]
 WAIT_S = 5.0
 
 
