@@ -76,7 +76,7 @@ class FarStore:
             regions.append((arena.address, arena.shape.file_bytes))
         self._agent = _make_agent(settings, regions)
         self._fetches = BlockFetches(len(self._urls), self._staging.rows if self._staging else 0, len(self._models),
-                                     settings.wait_s)
+                                     settings.wait_s, self._length)
         self._waits = RequestWaits(self._fetches, settings.wait_s)
         self._lock = threading.Lock()  # of fetches and waits; held for work on dictionaries only
         self._sender = BlockSender(arena, self._agent.nixl, self._agent.proofs) if settings.listen else None
