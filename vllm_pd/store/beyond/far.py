@@ -55,6 +55,7 @@ BOUNDS = sockets.Bounds(messages=64, frame_bytes=MAX_BYTES)  # 16 MiB each way o
 BATCH_MESSAGES = 16
 QUESTION_BYTES_PER_S = 32 << 20  # that are read of other hosts together, each question with
 QUESTION_BYTES = 4096  # more, for what it costs in any case
+REPLY_BYTES_PER_S = 8 << 20  # that are read of one host, each answer with QUESTION_BYTES more
 CLOSE_S = 10.0  # the thread may be adding a reader that does not answer
 ERROR_S = 1.0  # the pause after an unexpected error
 
@@ -78,11 +79,12 @@ class FarStore:
         self._fetches = BlockFetches(len(self._urls), self._staging.rows if self._staging else 0, len(self._models),
                                      settings.wait_s, self._length)
         self._waits = RequestWaits(self._fetches, settings.wait_s)
-        self._lock = threading.Lock()  # of fetches and waits; held for work on dictionaries only
+        self._lock = threading.Lock()  # of fetches and waits; held for work on dictionaries only, but see `ask`
         self._sender = BlockSender(arena, self._agent.nixl, self._agent.proofs) if settings.listen else None
         self._counts: Counter[str] = Counter()
         self._owed = [0] * len(self._urls)  # answers, by host
         self._questions = Budget(time.monotonic(), QUESTION_BYTES_PER_S)
+        self._replies = [Budget(time.monotonic(), REPLY_BYTES_PER_S) for _ in self._urls]
         self._paused: dict[zmq.Socket, float] = {}  # sockets that are not read, and until when
         self._ending = False
         self._open_sockets(settings)
@@ -95,9 +97,15 @@ class FarStore:
         """Whether this request waits for blocks of other hosts (`RequestWaits.ask`)."""
         if not self._urls:
             return WaitAnswer.GO_ON
+        now = time.monotonic()
+        with self._lock:
+            needs_names = self._waits.needs_names(now, request_id)
+        if needs_names:  # thousands of names take tens of milliseconds, in which the thread goes on
+            names = find_absent()
         with self._lock:
             before = len(self._fetches)
-            answer = self._waits.ask(time.monotonic(), request_id, find_absent)
+            # Where another request's fetch has ended just now, the names are looked up under the lock.
+            answer = self._waits.ask(now, request_id, (lambda: names) if needs_names else find_absent)
             is_new = len(self._fetches) > before
         if is_new:
             self._poller.waker.set()
@@ -207,8 +215,7 @@ class FarStore:
         ready = self._poller.wait(self._timeout_s())
         for host, socket in enumerate(self._clients):
             if socket in ready:
-                for frames in receive_batch(socket, BATCH_MESSAGES):
-                    self._on_reply(host, frames)
+                self._read_replies(host, socket)
         if self._server is not None:
             self._serve(self._server in ready)
         now = time.monotonic()
@@ -221,12 +228,25 @@ class FarStore:
             del self._paused[socket]
             self._poller.watch(socket)
 
+    def _read_replies(self, host: int, socket: zmq.Socket) -> None:
+        budget = self._replies[host]
+        for frames in receive_batch(socket, BATCH_MESSAGES):
+            budget.spend(sum(map(len, frames)) + QUESTION_BYTES)
+            self._on_reply(host, frames)
+            if socket in self._paused:
+                return
+        now = time.monotonic()
+        if not budget.has(now):
+            self._pause(socket, now + budget.again_in_s())
+
     def _serve(self, is_readable: bool) -> None:
         """Answer other hosts."""
         now = time.monotonic()
         for frames in receive_batch(self._server, BATCH_MESSAGES if is_readable else 0):
             self._questions.spend(sum(map(len, frames)) + QUESTION_BYTES)
             self._on_question(frames)
+            if self._sender.take_met() or self._ending:  # the next one waits until the other hosts' answers are read
+                break
         if not self._questions.has(now):
             self._pause(self._server, now + self._questions.again_in_s())
         for route, message in self._sender.poll():
@@ -248,7 +268,7 @@ class FarStore:
         """Read nothing from there until then. What comes meanwhile waits at its sender, but for what `BOUNDS` say."""
         if socket not in self._paused:
             self._poller.forget(socket)
-        self._paused[socket] = until_s
+        self._paused[socket] = max(until_s, self._paused.get(socket, 0.0))
 
     def _timeout_s(self) -> float | None:
         with self._lock:
@@ -287,7 +307,9 @@ class FarStore:
                 raise BadFrame(FrameFault.CONTENT, "an answer without a question")
         except BadFrame:
             with self._lock:
-                self._fetches.spoke_garbage(now, host)
+                until_s = self._fetches.spoke_garbage(now, host)
+            self._pause(self._clients[host], until_s)  # each time: nothing is reported while it is left alone
+            self._owed[host] = 0
             return
         with self._lock:
             if isinstance(message, FoundBlocks):
