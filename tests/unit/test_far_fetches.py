@@ -483,6 +483,26 @@ def test_requests_with_one_beginning_share_a_fetch():
     assert waits.ask(reader.now, "b", lambda: names(1, 2)) is WaitAnswer.GO_ON
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_names_that_a_request_lacks_are_asked_for_when_it_needs_them(seed: int):
+    """`needs_names` says before what `ask` calls, so that a lock is not held for it."""
+    reader, chance = Reader(), random.Random(seed)
+    waits, calls = RequestWaits(reader.fetches, WAIT_S), []
+    for _ in range(300):
+        request = f"r{chance.randrange(8)}"
+        needs = waits.needs_names(reader.now, request)
+        before = len(calls)
+        waits.ask(reader.now, request, lambda: calls.append(1) or names(3, chance.choice([0, 10])))
+        assert len(calls) == before + needs
+        if chance.random() < 0.2:
+            waits.end(reader.now, request)
+        for question in reader.out() if chance.random() < 0.5 else ():
+            if isinstance(question, FindQuestion):
+                reader.found(question, 0)
+        reader.sleep(chance.choice([0.0, 0.1, 1.0]))
+    assert len(calls) > 20
+
+
 def test_a_request_that_lacks_nothing_asks_nobody():
     reader = Reader()
     waits = RequestWaits(reader.fetches, WAIT_S)

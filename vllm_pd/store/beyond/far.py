@@ -19,10 +19,11 @@ import zmq
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.extras import require_extra
 from vllm_pd.rpc import sockets
+from vllm_pd.rpc.addresses import is_name
 from vllm_pd.rpc.codec import BadFrame, FrameFault
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.locality import address_towards, resolve
+from vllm_pd.rpc.locality import address_towards, is_own, resolve
 from vllm_pd.rpc.poller import SocketPoller, receive_batch
 from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.arena import PAGE, BlockArena
@@ -58,6 +59,7 @@ QUESTION_BYTES = 4096  # more, for what it costs in any case
 REPLY_BYTES_PER_S = 8 << 20  # that are read of one host, each answer with QUESTION_BYTES more
 CLOSE_S = 10.0  # the thread may be adding a reader that does not answer
 ERROR_S = 1.0  # the pause after an unexpected error
+NAMES_S = 10.0  # in which names are looked up at the start
 
 
 class FarStore:
@@ -68,7 +70,7 @@ class FarStore:
         """`models`: those of the engine's ranks. Raises ConfigError where an address can't be used, MissingPackage
         without NIXL."""
         require_extra("engine", "nixl")
-        self._arena, self._models, self._urls = arena, tuple(sorted(models)), settings.other_hosts
+        self._arena, self._models, self._urls = arena, tuple(sorted(models)), without_own_names(settings)
         self._length = arena.shape.slot_bytes
         self._staging, regions = self._make_staging(settings), []
         if self._staging is not None:
@@ -343,6 +345,25 @@ class FarStore:
         answer = self._sender.find(message) if isinstance(message, FindBlocks) else self._sender.send(route, message)
         if answer is not None:
             sockets.send(self._server, route, replies.encode(answer))
+
+
+def without_own_names(settings: StoreSettings) -> tuple[str, ...]:
+    """The other hosts, without names of this machine with the port of `listen`: the engine would ask itself. A name
+    that has no address yet stays. After NAMES_S no further name is looked up."""
+    until_s = time.monotonic() + NAMES_S
+    if settings.listen is None:
+        return settings.other_hosts
+    port = urlsplit(settings.listen).port
+    return tuple(url for url in settings.other_hosts if not (
+        urlsplit(url).port == port and is_name(urlsplit(url).hostname) and time.monotonic() < until_s
+        and _names_this_machine(url)))
+
+
+def _names_this_machine(url: str) -> bool:
+    try:
+        return any(map(is_own, resolve("hosts", url, urlsplit(url).hostname)))
+    except (ConfigError, OSError):
+        return False
 
 
 def _make_agent(settings: StoreSettings, regions: list[tuple[int, int]]) -> BlockAgent:
