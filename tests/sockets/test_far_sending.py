@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -40,11 +40,13 @@ class FakeAgent:
         self.found: dict[str, str] = {}
         self.unreachable: set[str] = set()
         self.adds = 0
+        self.waits: Callable[[], None] = lambda: None  # for a reader that is unreachable
 
     def add_peer(self, metadata: bytes) -> str:
         self.adds += 1
         name = metadata.decode().partition("/")[0]
         if name in self.unreachable:
+            self.waits()
             raise TransferError("nothing answers")
         self.peers.append(name)
         return name
@@ -206,6 +208,41 @@ def test_a_reader_that_does_not_answer_is_left_alone(served):
     served.agent.unreachable.clear()
     served.now += UNMET_S
     assert served.ask(0, 1) is None
+
+
+@pytest.mark.parametrize("readers", [1, 5, 63])
+def test_b104_readers_that_can_not_be_reached_take_a_small_share_of_the_thread(served, readers):
+    """B104: each takes 3 s of the thread, and asks again and again, in ten minutes. A known reader is served."""
+    spent = [0.0]
+
+    def wait() -> None:
+        served.now += 3.0
+        spent[0] += 3.0
+
+    served.end(served.begin(0, 1, reader="known"))
+    served.agent.waits, served.agent.unreachable = wait, {f"r{number}" for number in range(readers)}
+    end = served.now + 600
+    while served.now < end:
+        for number in range(readers):
+            before, _ = served.agent.adds, served.ask(0, 1, reader=f"r{number}")
+            assert served.sender.take_met() == (served.agent.adds > before)
+        served.end(served.begin(0, 1, reader="known"))
+        served.now += 5.0
+    assert spent[0] <= 600 / sending.UNMET_PAUSE and served.agent.adds > 3
+    served.agent.unreachable.clear()
+    served.now += 3.0 * sending.MAX_UNMET_PAUSE
+    assert served.ask(0, 1, reader="r0") is None and served.ask(0, 1, reader="new") is None, "and others, at once"
+    served.sender.poll()
+    for write in served.agent.writes()[-2:]:
+        served.agent.ends[write] = TransferState.DONE
+    served.sender.poll()
+
+
+def test_of_a_large_question_the_first_blocks_that_fit_are_sent(served, monkeypatch):
+    monkeypatch.setattr(sending, "MAX_OPEN_BYTES", 7 * BLOCK)
+    write = served.begin(0, 8)
+    assert served.ask(0, 1, reader="another") == SentBlocks(1, ())
+    assert len(served.end(write).checksums) == 6, "three blocks of two parts"
 
 
 def test_readers_are_bounded_and_the_idle_ones_go(served):

@@ -370,6 +370,38 @@ def test_b104_a_host_that_lies(lie, serve, read):
             assert reader.far._paused, "it is not read"
 
 
+def test_b104_noise_of_a_host_that_is_left_alone_is_not_read(read):
+    """B104: it is late, and left alone for 8 s. Noise that comes then is not reported, and only its first is read."""
+    def late_noise(question: object) -> list[bytes]:
+        time.sleep(0.6)
+        return [os.urandom(100)] * 400
+
+    with contextlib.closing(Liar(late_noise)) as liar:
+        reader = connected(read(liar.url, wait_s=0.5))
+        read_at, real = [], reader.far._fetches.spoke_garbage
+        reader.far._fetches.spoke_garbage = lambda now, host: read_at.append(now) or real(now, host)
+        reader.far._fetches._hosts[0].failures = 3
+        assert reader.fetch(1) == 0 and counts(reader)["far_host_late"] == 1
+        wait_for(lambda: read_at, "noise")
+        time.sleep(0.5)
+        assert len(read_at) == 1 and reader.far._paused
+
+
+def test_b104_a_host_that_promises_and_sends_nothing_is_blamed_each_time(read):
+    """B104: however the request that asks at its deadline and the thread meet."""
+    liar = Liar(LIES["it has, and never sends"])
+    with contextlib.closing(liar):
+        reader = connected(read(liar.url, wait_s=0.3))
+        record = reader.far._fetches._hosts[0]
+        for number in range(8):
+            ask_for(reader, 10 * number, 1)
+            wait_for(lambda: record.failures, "blame")
+            with reader.far._lock:
+                record.failures, record.until_s = 0, 0.0
+                for one in list(reader.far._fetches._set_aside):
+                    reader.far._fetches._recover(time.monotonic(), one)
+
+
 def test_a_host_that_is_flooded_goes_on(serve, read):
     """Questions that are noise, and ones for names that it lacks: they are counted, and bounded."""
     server = serve(3)

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.rpc import addresses as addresses_of_rpc
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.settings.store import KEYS, StoreSettings
 from vllm_pd.store.arena import PAGE, ArenaShape
+from vllm_pd.store.beyond import far
 from vllm_pd.store.blocks import AHEAD_NS, HEADER_BYTES, BlockHeader, BlockKey, checksummer, decode, encode_sealed
 from vllm_pd.store.files import StoredFile, choose_removals
 from vllm_pd.store.plan import StorePlan
@@ -151,6 +153,24 @@ def test_b104_all_engines_may_have_one_list_of_hosts():
     assert settings.staging_bytes == 1 << 19
     alone = StoreSettings.parse({"hosts": "tcp://127.0.0.1:5900", "listen": "tcp://127.0.0.1:5900"})
     assert alone.other_hosts == () and alone.is_far
+
+
+def test_b104_an_engine_leaves_out_its_listen_by_name_too(tmp_path, monkeypatch):
+    """B104: `listen` is a name that is looked up; one of `hosts` is another name of this machine."""
+    addresses = {"a.example": "10.0.0.5", "here.example": "127.0.0.1", "b.example": "10.0.0.6"}
+    monkeypatch.setattr(addresses_of_rpc, "own_address", lambda key, value, host: addresses[host])
+    monkeypatch.setattr(far, "resolve", lambda key, value, host: [addresses[host]])
+    hosts = "tcp://a.example:5900,tcp://here.example:5900,tcp://here.example:5901,tcp://b.example:5900"
+    settings = StoreSettings.parse({"keys": str(Keys.make(tmp_path)), "listen": "tcp://a.example:5900", "hosts": hosts})
+    assert settings.listen == "tcp://10.0.0.5:5900"
+    assert settings.other_hosts == tuple(hosts.split(","))[1:]
+    assert far.without_own_names(settings) == ("tcp://here.example:5901", "tcp://b.example:5900")
+
+    def fail(key: str, value: str, host: str) -> list[str]:
+        raise ConfigError(key, value, "it has no address")
+
+    monkeypatch.setattr(far, "resolve", fail)
+    assert far.without_own_names(settings) == settings.other_hosts, "it may have one later"
 
 
 def test_b104_what_is_absent_of_a_request():

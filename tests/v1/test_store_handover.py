@@ -141,7 +141,7 @@ class FakeView:
 def make(model_folder, in_flight, monkeypatch, request):
     """Makes engines with one store."""
     monkeypatch.setattr(connector, "StoreView", FakeView)
-    monkeypatch.setattr(connector, "check_store", lambda config: None)  # the store is refused with stages, for now
+    monkeypatch.setattr(connector, "check_store", lambda *arguments: None)  # the store is refused with stages, for now
     monkeypatch.setattr(StoredEngine, "stored", {})
     monkeypatch.setattr(StoredEngine, "ranks", request.param)
     monkeypatch.setattr(FakeView, "asked", 0)

@@ -49,7 +49,7 @@ class AloneEngine(StoredEngine):
 def make(model_folder, in_flight, monkeypatch, request):
     """Makes engines of two ranks with one store."""
     monkeypatch.setattr(connector, "StoreView", FakeView)
-    monkeypatch.setattr(connector, "check_store", lambda config: None)  # the store is refused with stages
+    monkeypatch.setattr(connector, "check_store", lambda *arguments: None)  # the store is refused with stages
     monkeypatch.setattr(StoredEngine, "stored", {})
     monkeypatch.setattr(StoredEngine, "ranks", 2)
     return lambda **settings: request.param(model_folder, in_flight, threshold=1000, **settings)

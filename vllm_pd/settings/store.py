@@ -81,7 +81,8 @@ class StoreSettings:
 
     @property
     def other_hosts(self) -> tuple[str, ...]:
-        """The addresses of `hosts`, without that of `listen`: a fleet may give all engines one list."""
+        """The addresses of `hosts`, without that of `listen`: a fleet may give all engines one list. Another name of
+        this machine may still be among them (`vllm_pd.store.beyond.far`)."""
         return tuple(url for url in (self.hosts or "").split(",") if url and url != self.listen)
 
     @property
@@ -136,7 +137,10 @@ def _parse_far(values: Mapping[str, Any], engines_keys: str | None) -> dict[str,
     if "listen" in values:
         found["listen"] = url_of(*parse_bind("listen", values["listen"], keyed=is_keyed))
     if "hosts" in values:
-        found["hosts"] = ",".join(_parse_hosts(values["hosts"], is_keyed))
+        own = None  # `listen` as it is written there: a name, perhaps, which is an address by now
+        if "listen" in values:
+            own = url_of(*parse_endpoint("listen", values["listen"], keyed=is_keyed))
+        found["hosts"] = ",".join(url for url in _parse_hosts(values["hosts"], is_keyed) if url != own)
     hosts = hosts_of(",".join(filter(None, (found.get("listen"), found.get("hosts")))))
     if is_loopback(hosts[0]) and not all(is_loopback(host) or is_name(host) for host in hosts):
         key = "listen" if "listen" in values else "hosts"

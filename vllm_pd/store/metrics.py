@@ -10,7 +10,7 @@ BLOCK_EVENTS = ("stored", "present", "busy", "memory", "file", "missing", "writt
                 "error")
 LOAD_OUTCOMES = ("loaded", "failed", "overdue")
 FAR_EVENTS = ("found", "fetched", "torn", "late", "sent")
-FAR_OUTCOMES = ("whole", "part", "none")
+FAR_OUTCOMES = ("whole", "part", "none", "starved")
 FAR_FAILURES = ("late", "unreachable", "torn", "garbage")
 FAR_REFUSALS = ("busy", "bad_frame")
 

@@ -19,10 +19,11 @@ import zmq
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.extras import require_extra
 from vllm_pd.rpc import sockets
+from vllm_pd.rpc.addresses import is_name
 from vllm_pd.rpc.codec import BadFrame, FrameFault
 from vllm_pd.rpc.gate import Gate
 from vllm_pd.rpc.keys import Keys
-from vllm_pd.rpc.locality import address_towards, resolve
+from vllm_pd.rpc.locality import address_towards, is_own, resolve
 from vllm_pd.rpc.poller import SocketPoller, receive_batch
 from vllm_pd.settings.store import StoreSettings
 from vllm_pd.store.arena import PAGE, BlockArena
@@ -55,8 +56,10 @@ BOUNDS = sockets.Bounds(messages=64, frame_bytes=MAX_BYTES)  # 16 MiB each way o
 BATCH_MESSAGES = 16
 QUESTION_BYTES_PER_S = 32 << 20  # that are read of other hosts together, each question with
 QUESTION_BYTES = 4096  # more, for what it costs in any case
+REPLY_BYTES_PER_S = 8 << 20  # that are read of one host, each answer with QUESTION_BYTES more
 CLOSE_S = 10.0  # the thread may be adding a reader that does not answer
 ERROR_S = 1.0  # the pause after an unexpected error
+NAMES_S = 10.0  # in which names are looked up at the start
 
 
 class FarStore:
@@ -67,7 +70,7 @@ class FarStore:
         """`models`: those of the engine's ranks. Raises ConfigError where an address can't be used, MissingPackage
         without NIXL."""
         require_extra("engine", "nixl")
-        self._arena, self._models, self._urls = arena, tuple(sorted(models)), settings.other_hosts
+        self._arena, self._models, self._urls = arena, tuple(sorted(models)), without_own_names(settings)
         self._length = arena.shape.slot_bytes
         self._staging, regions = self._make_staging(settings), []
         if self._staging is not None:
@@ -76,13 +79,14 @@ class FarStore:
             regions.append((arena.address, arena.shape.file_bytes))
         self._agent = _make_agent(settings, regions)
         self._fetches = BlockFetches(len(self._urls), self._staging.rows if self._staging else 0, len(self._models),
-                                     settings.wait_s)
+                                     settings.wait_s, self._length)
         self._waits = RequestWaits(self._fetches, settings.wait_s)
-        self._lock = threading.Lock()  # of fetches and waits; held for work on dictionaries only
+        self._lock = threading.Lock()  # of fetches and waits; held for work on dictionaries only, but see `ask`
         self._sender = BlockSender(arena, self._agent.nixl, self._agent.proofs) if settings.listen else None
         self._counts: Counter[str] = Counter()
         self._owed = [0] * len(self._urls)  # answers, by host
         self._questions = Budget(time.monotonic(), QUESTION_BYTES_PER_S)
+        self._replies = [Budget(time.monotonic(), REPLY_BYTES_PER_S) for _ in self._urls]
         self._paused: dict[zmq.Socket, float] = {}  # sockets that are not read, and until when
         self._ending = False
         self._open_sockets(settings)
@@ -95,9 +99,15 @@ class FarStore:
         """Whether this request waits for blocks of other hosts (`RequestWaits.ask`)."""
         if not self._urls:
             return WaitAnswer.GO_ON
+        now = time.monotonic()
+        with self._lock:
+            needs_names = self._waits.needs_names(now, request_id)
+        if needs_names:  # thousands of names take tens of milliseconds, in which the thread goes on
+            names = find_absent()
         with self._lock:
             before = len(self._fetches)
-            answer = self._waits.ask(time.monotonic(), request_id, find_absent)
+            # Where another request's fetch has ended just now, the names are looked up under the lock.
+            answer = self._waits.ask(now, request_id, (lambda: names) if needs_names else find_absent)
             is_new = len(self._fetches) > before
         if is_new:
             self._poller.waker.set()
@@ -207,8 +217,7 @@ class FarStore:
         ready = self._poller.wait(self._timeout_s())
         for host, socket in enumerate(self._clients):
             if socket in ready:
-                for frames in receive_batch(socket, BATCH_MESSAGES):
-                    self._on_reply(host, frames)
+                self._read_replies(host, socket)
         if self._server is not None:
             self._serve(self._server in ready)
         now = time.monotonic()
@@ -221,12 +230,25 @@ class FarStore:
             del self._paused[socket]
             self._poller.watch(socket)
 
+    def _read_replies(self, host: int, socket: zmq.Socket) -> None:
+        budget = self._replies[host]
+        for frames in receive_batch(socket, BATCH_MESSAGES):
+            budget.spend(sum(map(len, frames)) + QUESTION_BYTES)
+            self._on_reply(host, frames)
+            if socket in self._paused:
+                return
+        now = time.monotonic()
+        if not budget.has(now):
+            self._pause(socket, now + budget.again_in_s())
+
     def _serve(self, is_readable: bool) -> None:
         """Answer other hosts."""
         now = time.monotonic()
         for frames in receive_batch(self._server, BATCH_MESSAGES if is_readable else 0):
             self._questions.spend(sum(map(len, frames)) + QUESTION_BYTES)
             self._on_question(frames)
+            if self._sender.take_met() or self._ending:  # the next one waits until the other hosts' answers are read
+                break
         if not self._questions.has(now):
             self._pause(self._server, now + self._questions.again_in_s())
         for route, message in self._sender.poll():
@@ -248,7 +270,7 @@ class FarStore:
         """Read nothing from there until then. What comes meanwhile waits at its sender, but for what `BOUNDS` say."""
         if socket not in self._paused:
             self._poller.forget(socket)
-        self._paused[socket] = until_s
+        self._paused[socket] = max(until_s, self._paused.get(socket, 0.0))
 
     def _timeout_s(self) -> float | None:
         with self._lock:
@@ -287,7 +309,9 @@ class FarStore:
                 raise BadFrame(FrameFault.CONTENT, "an answer without a question")
         except BadFrame:
             with self._lock:
-                self._fetches.spoke_garbage(now, host)
+                until_s = self._fetches.spoke_garbage(now, host)
+            self._pause(self._clients[host], until_s)  # each time: nothing is reported while it is left alone
+            self._owed[host] = 0
             return
         with self._lock:
             if isinstance(message, FoundBlocks):
@@ -321,6 +345,25 @@ class FarStore:
         answer = self._sender.find(message) if isinstance(message, FindBlocks) else self._sender.send(route, message)
         if answer is not None:
             sockets.send(self._server, route, replies.encode(answer))
+
+
+def without_own_names(settings: StoreSettings) -> tuple[str, ...]:
+    """The other hosts, without names of this machine with the port of `listen`: the engine would ask itself. A name
+    that has no address yet stays. After NAMES_S no further name is looked up."""
+    until_s = time.monotonic() + NAMES_S
+    if settings.listen is None:
+        return settings.other_hosts
+    port = urlsplit(settings.listen).port
+    return tuple(url for url in settings.other_hosts if not (
+        urlsplit(url).port == port and is_name(urlsplit(url).hostname) and time.monotonic() < until_s
+        and _names_this_machine(url)))
+
+
+def _names_this_machine(url: str) -> bool:
+    try:
+        return any(map(is_own, resolve("hosts", url, urlsplit(url).hostname)))
+    except (ConfigError, OSError):
+        return False
 
 
 def _make_agent(settings: StoreSettings, regions: list[tuple[int, int]]) -> BlockAgent:

@@ -12,7 +12,8 @@ checksums, and the leases end. They also end LEASE_S after the beginning: a read
 host. After a failed write nothing is sent to that reader before all writes to it have ended and it is added anew.
 
 Everything has a bound: readers, sends and bytes that are open for one reader and for all, names that are looked up in a
-second. Beyond it the answer is that there is nothing.
+second, and the share of time that is lost with readers that can't be reached. Beyond it the answer is that there is
+nothing.
 """
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from vllm_pd.errors import TransferError
@@ -41,7 +43,9 @@ MAX_SENDS = 64  # that are open, and of one reader:
 MAX_READER_SENDS = 8
 MAX_OPEN_BYTES = 1 << 30
 LEASE_S = 5.0
-UNMET_S = 30.0  # where nothing answers, to add a reader takes this thread 3 s (`vllm_pd.transfer.nixl.agent`)
+UNMET_S = 30.0  # where nothing answers, to add a reader takes this thread 3 s (`vllm_pd.transfer.nixl.agent`):
+UNMET_PAUSE = 10  # so many times as long nobody new is added, and twice as long after each further one, up to
+MAX_UNMET_PAUSE = 80
 MAX_UNMET = 256
 WARNING_S = 60.0
 NAMES_PER_S = 50_000  # that are looked up: each takes about 10 microseconds of this process
@@ -69,7 +73,6 @@ class Budget:
     def again_in_s(self) -> float:
         """After how many seconds there is some again."""
         return max(0.0, (1 - self._left) / self._per_s)
-
 
 
 @dataclass
@@ -120,6 +123,8 @@ class BlockSender:
         self._budget = Budget(clock(), NAMES_PER_S)
         self._readers: dict[str, _Reader] = {}  # the least recently added first
         self._unmet: dict[str, float] = {}  # readers that could not be added, and until when that is not tried again
+        self._pause, self._meets_from_s = UNMET_PAUSE, 0.0  # no new reader is added before
+        self._has_met = False
         self._quiet_until_s = 0.0
         self._open: list[_OpenSend] = []
         self.counts: Counter[str] = Counter()
@@ -145,6 +150,7 @@ class BlockSender:
         nothing = SentBlocks(message.number, ())
         if not self._admits(message):
             return nothing
+        message = self._fitting(message)
         with contextlib.ExitStack() as undone:
             blocks = self._lease(message, undone)
             if not blocks:
@@ -156,6 +162,11 @@ class BlockSender:
                 return nothing
             undone.pop_all()
         return None
+
+    def take_met(self) -> bool:
+        """Whether a reader was added, or should have been, since the last call. That may have taken seconds."""
+        has_met, self._has_met = self._has_met, False
+        return has_met
 
     def poll(self) -> list[SendReply]:
         """What has ended since the last call."""
@@ -195,11 +206,17 @@ class BlockSender:
         parts = len(message.names) * len(message.models)
         if parts != len(message.addresses) or not 0 < message.length <= self._arena.shape.slot_bytes:
             return False
-        is_busy = (self._is_full(parts * message.length) or self._holds_back(message.agent_name)
+        is_busy = (self._is_full(len(message.models) * message.length) or self._holds_back(message.agent_name)
                    or not self._budget.has(self._clock()))
         self.counts["busy"] += is_busy
         self._budget.spend(0 if is_busy else parts)
         return not is_busy
+
+    def _fitting(self, message: SendBlocks) -> SendBlocks:
+        """The first blocks of it for which there is room."""
+        blocks = min(len(message.names), self._room_bytes() // (len(message.models) * message.length))
+        return msgspec.structs.replace(message, names=message.names[:blocks],
+                                       addresses=message.addresses[:blocks * len(message.models)])
 
     def _warn(self, name: str, error: Exception) -> None:
         """Once in WARNING_S: anybody may cause it."""
@@ -208,16 +225,21 @@ class BlockSender:
             logger.warning("store: nothing is sent to another host's %r: %s; this is said once in %d s", name[:80],
                            error, WARNING_S)
 
-    def _is_full(self, more_bytes: int) -> bool:
-        """Whether too much is open. What is open for long does not count: its reader gets nothing more."""
-        sizes = [one.size_bytes for one in self._open if one.is_leased]
-        return len(sizes) >= MAX_SENDS or sum(sizes) + more_bytes > MAX_OPEN_BYTES
+    def _is_full(self, block_bytes: int) -> bool:
+        """Whether so much is open that not one block more may be."""
+        return sum(one.is_leased for one in self._open) >= MAX_SENDS or block_bytes > self._room_bytes()
+
+    def _room_bytes(self) -> int:
+        """How many bytes more may be open. What is open for long does not count: its reader gets nothing more."""
+        return MAX_OPEN_BYTES - sum(one.size_bytes for one in self._open if one.is_leased)
 
     def _holds_back(self, name: str) -> bool:
         """Whether nothing is to be sent to this reader now."""
         if self._clock() < self._unmet.get(name, 0.0):
             return True
         reader = self._readers.get(name)
+        if (reader is None or reader.is_parted) and self._clock() < self._meets_from_s:
+            return True
         return reader is not None and bool(reader.open) and (
             reader.is_parted or reader.open >= MAX_READER_SENDS
             or any(one.reader == name and not one.is_leased for one in self._open))
@@ -301,18 +323,28 @@ class BlockSender:
             if idle is None:
                 raise TransferError("there are too many readers")
             self._forget(idle)
-        try:
-            loaded = self._agent.add_peer(metadata)
-        except TransferError:
-            self._unmet[name] = self._clock() + UNMET_S
-            if len(self._unmet) > MAX_UNMET:
-                del self._unmet[next(iter(self._unmet))]
-            raise
+        loaded = self._add(name, metadata)
         if loaded != name:
             if loaded not in self._readers:
                 self._quietly(self._agent.remove_peer, loaded)
             raise TransferError(f"its agent has the name {loaded[:80]}")
         self._readers[name] = _Reader(metadata, identity)
+
+    def _add(self, name: str, metadata: bytes) -> str:
+        """Returns the name that it has by its metadata. Raises TransferError."""
+        began_s, self._has_met = self._clock(), True
+        try:
+            loaded = self._agent.add_peer(metadata)
+        except TransferError:
+            now = self._clock()
+            self._meets_from_s = now + (now - began_s) * self._pause
+            self._pause = min(MAX_UNMET_PAUSE, 2 * self._pause)
+            self._unmet[name] = now + UNMET_S
+            if len(self._unmet) > MAX_UNMET:
+                del self._unmet[next(iter(self._unmet))]
+            raise
+        self._pause = UNMET_PAUSE
+        return loaded
 
     def _forget(self, name: str) -> None:
         del self._readers[name]

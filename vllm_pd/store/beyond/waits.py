@@ -39,6 +39,12 @@ class RequestWaits:
         """Whether any request waits, or has until a moment ago and is to be asked for once more."""
         return any(wait.fetch is not None and now < wait.until_s + GRACE_S for wait in self._waits.values())
 
+    def needs_names(self, now: float, request_id: str) -> bool:
+        """Whether `ask` is going to call `find_absent`."""
+        wait = self._waits.get(request_id)
+        return wait is None or (wait.fetch is not None and wait.is_joined and now < wait.until_s
+                                and not self._fetches.is_open(wait.fetch))
+
     def ask(self, now: float, request_id: str, find_absent: Callable[[], Sequence[bytes]]) -> WaitAnswer:
         """Whether the request waits. `find_absent`: the names of the blocks that it lacks, if it is to be known. A
         request that has waited for its own fetch, or for so long, does not wait again."""
