@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines with a store each, which ask each other for blocks (B104): without peers, and as peers' engines. By hand:
-`heavy`."""
+"""Real V1 engines with a store each, which ask each other for blocks (B104): without peers, and as peers' engines.
+By hand: `heavy`."""
 from __future__ import annotations
 
 import contextlib
