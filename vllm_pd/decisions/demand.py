@@ -31,7 +31,8 @@ class FleetLook(msgspec.Struct, frozen=True):
     """The fleet at `at_s`, and what was counted since the look before, at all its engines. `arrived`: requests of
     clients. `prompts`, `prompt_tokens`: those that were prefilled, and their tokens that are no prefix hit of the
     decode engine. `answers`, `answer_tokens`: requests that ended. `itl_s`: the mean time between two tokens, 0: there
-    were none. `slow`: those of `answers` whose mean time between two tokens missed the target. `first_tokens`, `late`: requests with a first token, and those of them after the target. Now: `running`
+    were none. `slow`: those of `answers` whose mean time between two tokens missed the target. `first_tokens`, `late`:
+    requests with a first token, and those of them after the target. Now: `running`
     requests that decode, `waiting` ones without a first token with
     `waiting_tokens` to prefill, `prefills` and `decodes`, the engines that do each;
     `tokens_per_s`: of one busy prefill engine, 0: not known."""
@@ -56,8 +57,8 @@ class FleetLook(msgspec.Struct, frozen=True):
 class Demand(msgspec.Struct, frozen=True):
     """What was asked for in `seconds`. `prefill_s`: seconds of a prefill engine for one request; `answer_tokens` of
     one. The time between two tokens of a decode engine with r requests is `base_s + slope_s * r`. `late`: the share of
-    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode. `good`: requests that ended
-    and met both targets, about."""
+    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode.
+    `good`: requests that ended and met both targets, about."""
     at_s: float
     seconds: float
     requests_per_s: float

@@ -2,9 +2,9 @@
 """What a fleet with another split would have made of a demand: queues as a fluid. Pure.
 
 Prompts wait in their order, so of a prefill overload all are late once the queue is longer than the target, and stay so
-until the queue is gone. That is why this has queues: a share of what is served, `engines / demand`, says of a fleet with
-a tenth too little prefill that a tenth is late, and it is nearly all. Decode engines run all that comes, slower the more
-there is. An engine that changes is missing at its old role at once and comes to its new one `change_s` later.
+until the queue is gone. That is why this has queues: a share of what is served, `engines / demand`, says of a fleet
+with a tenth too little prefill that a tenth is late, and it is nearly all. Decode engines run all that comes, slower
+the more there is. An engine that changes is missing at its old role at once and comes to its new one `change_s` later.
 """
 import math
 from collections import deque

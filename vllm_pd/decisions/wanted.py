@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many prefill and decode engines a fleet wants, for an autoscaler. Pure.
 
-More are wanted at once when two looks in a row ask for them; fewer when none of the looks of `hold_s` asked for as many.
+More are wanted at once when two looks in a row ask for them; fewer when none of the looks of `hold_s` asked for as
+many.
 """
 import math
 from collections import deque

@@ -99,8 +99,8 @@ def describe(demand: Demand, wanted: WantedEngines, choice: SplitChoice | None, 
                 f"({choice.reason})" if choice is not None else "")
     return (f"wanted: {wanted.prefills} prefill, {wanted.decodes} decode{of_split}; "
             f"{three_digits(demand.requests_per_s)} requests/s are the work of {three_digits(demand.prefill_engines())}"
-            f" prefill and {three_digits(demand.decode_engines(targets.itl_s))} decode engines, {demand.late:.0%} late, "
-            f"{demand.waiting:.0f} wait")
+            f" prefill and {three_digits(demand.decode_engines(targets.itl_s))} decode engines, "
+            f"{demand.late:.0%} late, {demand.waiting:.0f} wait")
 
 
 def plan_fleet(broker: str, access: Access, options: PlannerOptions) -> None:

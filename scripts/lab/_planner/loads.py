@@ -61,7 +61,8 @@ def draw(seconds: float, mix: Callable[[float], Mix], seed: int) -> numpy.ndarra
         rate, prompt, answer = mix(number * BIN_S)
         count = random.poisson(rate * BIN_S)
         times = numpy.sort(random.random(count)) * BIN_S + number * BIN_S
-        found.append(numpy.stack([times, _lengths(random, prompt, 0.4, count), _lengths(random, answer, 0.5, count)], 1))
+        prompts, answers = _lengths(random, prompt, 0.4, count), _lengths(random, answer, 0.5, count)
+        found.append(numpy.stack([times, prompts, answers], 1))
     return numpy.concatenate(found)
 
 
