@@ -14,6 +14,7 @@ import msgspec
 from vllm_pd.decisions.demand import Demand, Targets
 
 STEP_S = 2.0
+MAX_STEPS = 30  # of one demand
 MAX_BATCHES = 300  # what waits longer than so many steps is late anyhow
 MIN_SLACK = 0.1  # of the engines: a queue that only begins to grow has few late ones as yet
 VARIETY = 1.3  # 1 + the squared deviation of the prompts' lengths over their mean, about
@@ -58,7 +59,7 @@ class FluidFleet:
 
     def advance(self, demand: Demand) -> float:
         """How many requests that met their targets end in the demand's time."""
-        steps = max(1, min(MAX_BATCHES, round(demand.seconds / STEP_S)))
+        steps = max(1, min(MAX_STEPS, round(min(demand.seconds, 1e6) / STEP_S)))
         step_s = demand.seconds / steps
         return math.fsum(self._step(demand, demand.at_s - demand.seconds + step_s * (number + 1), step_s)
                          for number in range(steps))

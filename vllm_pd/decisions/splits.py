@@ -19,7 +19,7 @@ from vllm_pd.decisions.demand import Demand, Targets
 from vllm_pd.decisions.fluid import FluidFleet, steady_share
 
 HALF_LIFE_S = 1800.0
-PATIENCE_S = (10.0, 30.0, 90.0)  # of all requests lost
+PATIENCE_S = (5.0, 20.0, 60.0, 180.0)  # of all requests lost
 MARGIN = 0.03
 LAG_S = 30.0  # a shift is seen so much later than it is computed with
 SETTLE_CHANGES = 3.0  # times of a change after which a new split has no more of the old one's queues
