@@ -66,7 +66,7 @@ def measure(task: tuple[str, int]) -> dict:
 
 
 def main() -> int:
-    """Simulates, prints a table, and writes JSON and picture."""
+    """Simulates, prints a table, and writes JSON and picture anew after each load."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--load", action="append", choices=list(loads()), help="default: all")
     parser.add_argument("--seeds", type=argument_count, default=2)
@@ -83,12 +83,12 @@ def main() -> int:
                                for start, each in one["starts"].items())
             print(f"{one['load']:20} seed {one['seed']}  best {one['best']}: {one['best_share']:.3f}  {starts}",
                   flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+            if options.picture is not None:
+                draw_picture(found, GOAL, options.picture)
     ratios = [each["ratio"] for one in found for each in one["starts"].values()]
     print(f"{sum(ratio >= GOAL for ratio in ratios)} of {len(ratios)} runs have {GOAL} of the best fixed split or more")
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-    if options.picture is not None:
-        draw_picture(found, GOAL, options.picture)
     return 0
 
 

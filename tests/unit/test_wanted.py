@@ -130,8 +130,12 @@ def test_the_steady_share_is_best_where_both_are_enough():
 @pytest.mark.parametrize("start", range(1, 8))
 def test_a_constant_load_gets_its_split_and_keeps_it(start):
     planner = SplitPlanner(8, start, TARGETS)
-    chosen = [planner.receive(demand(10.0 * (number + 1), good=36.0)).prefills for number in range(200)]
-    assert set(chosen[20:]) == {6}
+    fleet, chosen = FluidFleet(8, start, TARGETS, 30.0), []
+    for number in range(200):
+        now = demand(10.0 * (number + 1))
+        chosen.append(planner.receive(msgspec.structs.replace(now, good=fleet.advance(now))).prefills)
+        fleet.change(chosen[-1])
+    assert set(chosen[60:]) == {6}, chosen
 
 
 def test_a_lasting_shift_is_followed():
@@ -150,7 +154,7 @@ def test_promises_that_were_not_kept_count_less():
         believed.receive(msgspec.structs.replace(now, good=36.0))
         doubted.receive(now)
     name = believed.receive(demand(1210.0, good=36.0)).reason
-    assert doubted.gains()[name] < 0.3 * believed.gains()[name]
+    assert doubted.gains()[name] < 0.8 * believed.gains()[name], (doubted.gains(), believed.gains())
 
 
 def test_a_split_that_is_no_split_is_refused():

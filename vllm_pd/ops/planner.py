@@ -58,8 +58,8 @@ class FleetPlanner:
 
     def receive(self, reading: FleetReading) -> bool:
         """Whether there was anything to decide about. Raises nothing for what engines say."""
-        before, self._before = self._before, reading
-        demand = None if before is None else self._meter.receive(look_at(before, reading, self._targets))
+        before, self._before = self._before or reading, reading
+        demand = self._meter.receive(look_at(before, reading, self._targets))
         seen = demand is not None and any(one.figures is not None for one in reading.engines)
         self._families.looks.labels("done" if seen else "nothing").inc()
         if seen:
