@@ -76,8 +76,9 @@ class FleetPlanner:
         if choice is not None:
             self._families.split.labels("prefill").set(choice.prefills)
             self._families.split.labels("decode").set(self._count - choice.prefills)
-        if (wanted, choice and choice.prefills) != self._said:
-            self._said = (wanted, choice and choice.prefills)
+        decided = (wanted, choice and choice.prefills, self._count)
+        if decided != self._said:
+            self._said = decided
             self._say(describe(demand, wanted, choice, self._count, self._targets))
 
     def _split(self, demand: Demand, reading: FleetReading) -> SplitChoice | None:
