@@ -20,7 +20,7 @@ from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.extras import require_extra, require_vllm
 from vllm_pd.ops.finding import Finding
 from vllm_pd.ops.launch.plan import UpOptions
-from vllm_pd.ops.options import TopOptions, TraceOptions, TrialOptions
+from vllm_pd.ops.options import PlannerOptions, TopOptions, TraceOptions, TrialOptions
 from vllm_pd.ops.printing import printable
 from vllm_pd.ops.sizing import SizingOptions
 from vllm_pd.ops.split import SplitOptions
@@ -267,6 +267,18 @@ def top(broker: OfBroker, access: Access, options: TopOptions) -> None:
     from vllm_pd.ops.top_readings import show_fleet
     try:
         show_fleet(broker, access, options)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+@app.command()
+@takes_settings
+def planner(broker: OfBroker, access: Access, options: PlannerOptions) -> None:
+    """Say how many prefill and decode engines a fleet wants, as metrics for an autoscaler. It changes nothing."""
+    require_extra("router", "httptools", "aiohappyeyeballs", "prometheus_client")
+    from vllm_pd.ops.planner import plan_fleet
+    try:
+        plan_fleet(broker, access, options)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

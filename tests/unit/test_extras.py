@@ -69,7 +69,7 @@ def eager_imports(module: str, seen: set[str]) -> set[str]:
     ("cli", None), ("broker.server", None), ("broker.members", None), ("ops.doctor", None), ("ops.orders", None),
     ("ops.paths", None), ("ops.sizing", None), ("ops.split", None), ("ops.launch.up", None), ("v1.plugin", None),
     ("ops.options", None), ("ops.for_command", None), ("v1.preview", None), ("ops.trial_requests", "router"),
-    ("ops.top_readings", "router"),
+    ("ops.top_readings", "router"), ("ops.planner", "router"),
     ("router.server", "router"), ("picker.options", None), ("picker.server", "picker"),
     ("router.tokenizer_files", "router"), ("broker.nats_members", "nats"),
     ("broker.nats_backend", "nats"), ("bench.handover", "bench"), ("bench.router", "bench"),

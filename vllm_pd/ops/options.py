@@ -62,6 +62,32 @@ class TopOptions:
 
 
 @dataclass(frozen=True)
+class PlannerOptions:
+    """The options of `vllm-pd planner` beside those of the broker."""
+    ttft_ms: Annotated[float, Option("The time to the first token that clients are to see.")] = 2000.0
+    itl_ms: Annotated[float, Option("The time between two tokens that clients are to see.")] = 50.0
+    use: Annotated[float, Option("How busy an engine is to be, of 1.")] = 0.8
+    hold_s: Annotated[float, Option("Want fewer engines when as many were not needed for this long.")] = 300.0
+    most: Annotated[int, Option("Want at most so many engines of a role.")] = 64
+    change_s: Annotated[float, Option("How long an engine that changes its role is missing.")] = 30.0
+    interval_s: Annotated[float, Option("How often the engines are read.", flag="--interval")] = 10.0
+    host: Annotated[str, Option("Where /metrics is.")] = "127.0.0.1"
+    port: Annotated[int, Option("The port of /metrics.")] = 9470
+    once: Annotated[bool, Option("Read twice, print one decision, and end.")] = False
+
+    def checked(self) -> PlannerOptions:
+        """These options. Raises ConfigError for one that can't be used."""
+        for flag, value, least, most in (
+                ("--ttft-ms", self.ttft_ms, 1.0, 3.6e6), ("--itl-ms", self.itl_ms, 0.1, 6e4),
+                ("--use", self.use, 0.05, 1.0), ("--hold-s", self.hold_s, 0.0, 86400.0), ("--most", self.most, 1, 4096),
+                ("--change-s", self.change_s, 0.0, 3600.0), ("--port", self.port, 1, 65535),
+                ("--interval", self.interval_s, MIN_INTERVAL_S, MAX_INTERVAL_S)):
+            if not least <= value <= most:  # nan neither
+                raise ConfigError(flag, value, f"write {least:g} to {most:g}")
+        return self
+
+
+@dataclass(frozen=True)
 class TraceOptions:
     """The options of `vllm-pd trace` beside those of the broker."""
     output: Annotated[Path, Option("The file to write.")] = Path("trace.json")

@@ -171,10 +171,10 @@ class FleetTable:
         return Group(Text(f"{self._broker}: {engines}, {jobs}; counts and times {of}"), table)
 
 
-def wanted_lines(page: str) -> str:
-    """The lines of a page of metrics with the figures that are shown. Raises ValueError where they are more than any
+def wanted_lines(page: str, names: tuple[str, ...] = WANTED) -> str:
+    """The lines of a page of metrics that begin with one of `names`. Raises ValueError where they are more than any
     engine has, which would take long to parse."""
-    lines = [line for line in page.split("\n") if line.startswith(WANTED)]
+    lines = [line for line in page.split("\n") if line.startswith(names)]
     if len(lines) > MAX_FIGURES or any(len(line) > MAX_LINE_CHARS for line in lines):
         raise ValueError(f"/metrics has more than {MAX_FIGURES:,} figures of ours, or longer ones than "
                          f"{MAX_LINE_CHARS:,} characters")

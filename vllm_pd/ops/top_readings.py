@@ -22,7 +22,7 @@ from vllm_pd.errors import ConfigError, ControlError
 from vllm_pd.ops.options import TopOptions
 from vllm_pd.ops.pages import MIB, PageReader, api_key, authorization
 from vllm_pd.ops.scrape import MetricsSnapshot, parse
-from vllm_pd.ops.top import FleetReading, FleetTable, MemberReading, degraded_reason, wanted_lines
+from vllm_pd.ops.top import WANTED, FleetReading, FleetTable, MemberReading, degraded_reason, wanted_lines
 from vllm_pd.protocol.messages import Member
 from vllm_pd.router.options import parse_worker
 
@@ -62,12 +62,14 @@ async def _show(console: Console, broker: str, reader: FleetReader, interval_s: 
 
 class FleetReader:
     """Reads a fleet again and again. Belongs to one event loop, from its first reading on. `headers` go to the engines'
-    `/pd/status`."""
+    `/pd/status`. `names`: how the figures begin that are read."""
 
-    def __init__(self, broker: str, access: Access, headers: Mapping[str, str]) -> None:
+    def __init__(self, broker: str, access: Access, headers: Mapping[str, str],
+                 names: tuple[str, ...] = WANTED) -> None:
         self._broker = broker
         self._access = access
         self._headers = headers
+        self._names = names
         self._members: tuple[Member, ...] = ()
         self._pages: PageReader | None = None
 
@@ -104,7 +106,7 @@ class FleetReader:
             if page.status != HTTPStatus.OK:
                 raise ConnectionError(f"/metrics answers {page.status}")
             at_s = time.monotonic()
-            figures = parse(wanted_lines(page.body.decode(errors="replace")))
+            figures = parse(wanted_lines(page.body.decode(errors="replace"), self._names))
         except TimeoutError:
             return MemberReading(member, time.monotonic(), fault=f"no answer within {PAGE_S:g} s")
         except (OSError, ValueError, ConfigError) as error:

@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm_pd.decisions.splits` under loads that shift, beside each fixed split in hindsight, in simulated time.
+
+    python scripts/lab/planner_shifts.py --out planner_shifts.json --picture planner_shifts.png
+    python scripts/lab/planner_shifts.py --load step --seeds 1
+
+The queues are simulated (`_planner.fleet`); the rule and what it measures are real. It needs numba, which every vLLM
+brings. The same arguments give the same figures.
+"""
+import argparse
+import json
+import multiprocessing
+import sys
+
+from _planner.fleet import Fleet, Machine, Run
+from _planner.loads import draw, loads
+from _planner.picture import draw_picture
+
+from vllm_pd.bench.checks import argument_count
+from vllm_pd.bench.outputs import argument_file
+from vllm_pd.decisions.demand import DemandMeter, FleetLook, Targets
+from vllm_pd.decisions.splits import SplitPlanner
+
+ENGINES = 8
+STARTS = (2, 4, 6)
+TARGETS = Targets(5.0, 0.04)
+MACHINE = Machine()
+GOAL = 0.95
+
+
+class Planned:
+    """The rule as a plan of a fleet that begins with `prefills` prefill engines."""
+
+    def __init__(self, prefills: int) -> None:
+        self._prefills = prefills
+        self._meter = DemandMeter(TARGETS)
+        self._splits = SplitPlanner(ENGINES, prefills, TARGETS, MACHINE.change_s)
+
+    def __call__(self, look: FleetLook) -> int:
+        demand = self._meter.receive(look)
+        if demand is not None:
+            self._prefills = self._splits.receive(demand).prefills
+        return self._prefills
+
+
+def planned(arrivals, prefills: int) -> Run:
+    """A run whose split the rule chooses."""
+    return Fleet(ENGINES, prefills, MACHINE, TARGETS, Planned(prefills)).run(arrivals)
+
+
+def measure(task: tuple[str, int]) -> dict:
+    """One load with one seed: the share of good requests of each fixed split, and of the rule from each start."""
+    name, seed = task
+    seconds, mix = loads()[name]
+    arrivals = draw(seconds, mix, seed)
+    fixed = {split: Fleet(ENGINES, split, MACHINE, TARGETS).run(arrivals).share for split in range(1, ENGINES)}
+    best = max(fixed, key=fixed.get)
+    found = {}
+    for start in STARTS:
+        run = planned(arrivals, start)
+        found[start] = {"share": round(run.share, 4), "ratio": round(run.share / fixed[best], 3),
+                        "changes": run.changes}
+    return {"load": name, "seed": seed, "requests": len(arrivals), "best": best, "best_share": round(fixed[best], 4),
+            "fixed": {split: round(share, 4) for split, share in fixed.items()}, "starts": found}
+
+
+def main() -> int:
+    """Simulates, prints a table, and writes JSON and picture anew after each load."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--load", action="append", choices=list(loads()), help="default: all")
+    parser.add_argument("--seeds", type=argument_count, default=2)
+    parser.add_argument("--processes", type=argument_count, default=2)
+    parser.add_argument("--out", type=argument_file)
+    parser.add_argument("--picture", type=argument_file)
+    options = parser.parse_args()
+    tasks = [(name, seed) for name in options.load or loads() for seed in range(1, options.seeds + 1)]
+    found = []
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for one in pool.imap(measure, tasks):
+            found.append(one)
+            starts = "  ".join(f"from {start}: {each['ratio']:.2f} ({each['changes']} changes)"
+                               for start, each in one["starts"].items())
+            print(f"{one['load']:20} seed {one['seed']}  best {one['best']}: {one['best_share']:.3f}  {starts}",
+                  flush=True)
+            if options.out is not None:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
+            if options.picture is not None:
+                draw_picture(found, GOAL, options.picture)
+    ratios = [each["ratio"] for one in found for each in one["starts"].values()]
+    print(f"{sum(ratio >= GOAL for ratio in ratios)} of {len(ratios)} runs have {GOAL} of the best fixed split or more")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

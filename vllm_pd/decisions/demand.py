@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the clients of a fleet ask for, as work for prefill and for decode engines. Pure.
+
+A look at a fleet says what was counted since the look before. `DemandMeter` makes a `Demand` of it: requests a second,
+the seconds that a prefill engine needs for one, the tokens of an answer, and the line `base + slope * running` of the
+time between two tokens. It is about what arrives and not about what is served, so it is the same whatever the split of
+the fleet into prefill and decode engines is.
+
+No history is needed: what was never seen is taken from the caller's guesses, and each figure is kept in bounds.
+"""
+import math
+from collections import deque
+
+import msgspec
+
+KEPT_POINTS = 60  # of (running, ITL); at a look each 10 s the last ten minutes
+FULL_COUNT = 30.0  # requests whose mean is trusted without older ones
+MIN_SPREAD = 0.2  # of the running requests, of their mean: with less the line has no slope of its own
+MAX_NUMBER = 1e12
+MIN_ITL_S, MIN_SPEED = 1e-5, 1e-3
+BASE_SHARE = 0.5  # of the ITL that is there without other requests, where no line can be drawn
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """What the clients are to see: seconds to the first token, and between two tokens."""
+    ttft_s: float = 2.0
+    itl_s: float = 0.05
+
+
+class FleetLook(msgspec.Struct, frozen=True):
+    """The fleet at `at_s`, and what was counted since the look before, at all its engines. `arrived`: requests of
+    clients. `prompts`, `prompt_tokens`: those that were prefilled, and their tokens that are no prefix hit of the
+    decode engine. `answers`, `answer_tokens`: requests that ended. `itl_s`: the mean time between two tokens, 0: there
+    were none. `slow`: those of `answers` whose mean time between two tokens missed the target. `first_tokens`, `late`:
+    requests with a first token, and those of them after the target. Now: `running`
+    requests that decode, `waiting` ones without a first token with
+    `waiting_tokens` to prefill, `prefills` and `decodes`, the engines that do each;
+    `tokens_per_s`: of one busy prefill engine, 0: not known."""
+    at_s: float
+    arrived: float = 0.0
+    prompts: float = 0.0
+    prompt_tokens: float = 0.0
+    answers: float = 0.0
+    answer_tokens: float = 0.0
+    itl_s: float = 0.0
+    first_tokens: float = 0.0
+    late: float = 0.0
+    running: float = 0.0
+    waiting: float = 0.0
+    prefills: int = 0
+    decodes: int = 0
+    tokens_per_s: float = 0.0
+    waiting_tokens: float = 0.0
+    slow: float = 0.0
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What was asked for in `seconds`. `prefill_s`: seconds of a prefill engine for one request; `answer_tokens` of
+    one. The time between two tokens of a decode engine with r requests is `base_s + slope_s * r`. `late`: the share of
+    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode.
+    `good`: requests that ended and met both targets, about."""
+    at_s: float
+    seconds: float
+    requests_per_s: float
+    prefill_s: float
+    answer_tokens: float
+    base_s: float
+    slope_s: float
+    late: float = 0.0
+    waiting: float = 0.0
+    running: float = 0.0
+    good: float = 0.0
+
+    def prefill_engines(self) -> float:
+        """How many prefill engines would be busy all the time."""
+        return self.requests_per_s * self.prefill_s
+
+    def seats(self, itl_s: float) -> float:
+        """How many requests a decode engine can have at this time between two tokens; 1 at least."""
+        return max(1.0, (itl_s - self.base_s) / self.slope_s)
+
+    def decode_engines(self, itl_s: float) -> float:
+        """How many decode engines would run as many requests as they can at this time between two tokens."""
+        return self.requests_per_s * self.answer_tokens * itl_s / self.seats(itl_s)
+
+
+class DemandMeter:
+    """Makes demands of looks. `tokens_per_s`, `answer_tokens`, `prompt_tokens` are guesses, until there is something
+    to measure; so is `seats`, how many requests a decode engine runs at the target. Owned by one caller."""
+
+    def __init__(self, targets: Targets, tokens_per_s: float = 10_000.0, prompt_tokens: float = 2000.0,
+                 answer_tokens: float = 200.0, seats: float = 0.0) -> None:
+        self._targets = targets
+        self._speed = tokens_per_s
+        self._prompt = _Mean(prompt_tokens)
+        self._answer = _Mean(answer_tokens)
+        self._seats = seats
+        self._points: deque[tuple[float, float]] = deque(maxlen=KEPT_POINTS)
+        self._at_s: float | None = None
+        self._waiting_tokens = 0.0
+
+    def receive(self, look: FleetLook) -> Demand | None:
+        """The demand since the look before. None for the first look, and for one that is not after the last."""
+        before, now = self._at_s, look.at_s
+        if not math.isfinite(now) or before is not None and now <= before:
+            return None
+        self._at_s = now
+        if _known(look.tokens_per_s):
+            self._speed = max(MIN_SPEED, _bounded(look.tokens_per_s))
+        grown = _bounded(look.waiting_tokens) - self._waiting_tokens
+        self._waiting_tokens += grown
+        self._prompt.add(_bounded(look.arrived), _bounded(look.prompt_tokens) + (grown if before is not None else 0.0))
+        self._answer.add(_bounded(look.answers), _bounded(look.answer_tokens))
+        if look.decodes > 0 and _known(look.itl_s):
+            self._points.append((_bounded(look.running) / look.decodes, max(MIN_ITL_S, _bounded(look.itl_s))))
+        if before is None:
+            return None
+        base_s, slope_s = self._line()
+        late, slow = _share(look.late, look.first_tokens), _share(look.slow, look.answers)
+        return Demand(now, now - before, _bounded(look.arrived) / (now - before), self._prompt.value / self._speed,
+                      self._answer.value, base_s, slope_s, late, _bounded(look.waiting), _bounded(look.running),
+                      _bounded(look.answers) * (1 - late) * (1 - slow))
+
+    def _line(self) -> tuple[float, float]:
+        """(base, slope) of the time between two tokens over running requests: by least squares where there are points
+        far enough from each other; else through their mean, or as the guess says."""
+        points, target_s = self._points, self._targets.itl_s
+        if not points:
+            seats = self._seats or 16.0
+            return BASE_SHARE * target_s, (1 - BASE_SHARE) * target_s / seats
+        mean_r = math.fsum(point[0] for point in points) / len(points)
+        mean_s = math.fsum(point[1] for point in points) / len(points)
+        square = math.fsum((point[0] - mean_r)**2 for point in points) / len(points)
+        if mean_r > 0 and square > (MIN_SPREAD * mean_r)**2:
+            slope_s = math.fsum((r - mean_r) * (itl - mean_s) for r, itl in points) / len(points) / square
+            slope_s = min(max(slope_s, 0.05 * mean_s / mean_r), mean_s / mean_r)
+            return mean_s - slope_s * mean_r, slope_s
+        if self._seats and mean_s <= target_s:
+            slope_s = max(1e-9, (target_s - mean_s) / max(1.0, self._seats - mean_r))
+            return max(0.0, mean_s - slope_s * mean_r), slope_s
+        return BASE_SHARE * mean_s, (1 - BASE_SHARE) * mean_s / max(1.0, mean_r)
+
+
+class _Mean:
+    """A mean over requests in which older ones fade."""
+
+    def __init__(self, guess: float) -> None:
+        self._count, self._sum = 0.1, guess * 0.1
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._count
+
+    def add(self, count: float, total: float) -> None:
+        """So many requests with so many tokens in all."""
+        if count <= 0 or total <= 0:
+            return
+        fade = min(1.0, max(0.0, FULL_COUNT - count) / self._count)
+        self._count, self._sum = self._count * fade + count, self._sum * fade + total
+
+
+def _share(part: float, whole: float) -> float:
+    whole = _bounded(whole)
+    return min(1.0, _bounded(part) / whole) if whole else 0.0
+
+
+def _known(number: float) -> bool:
+    return math.isfinite(number) and number > 0
+
+
+def _bounded(number: float) -> float:
+    """Neither below 0 nor infinite; 0 for what is no number."""
+    return min(max(0.0, number), MAX_NUMBER) if not math.isnan(number) else 0.0
