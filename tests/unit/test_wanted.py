@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many engines a fleet wants, and its split: `vllm_pd.decisions.demand`, `wanted`, `fluid`, `splits`."""
+"""How many engines a fleet wants: `vllm_pd.decisions.demand`, `wanted`."""
 import math
 
 import msgspec
@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_pd.decisions.demand import Demand, DemandMeter, FleetLook, Targets
-from vllm_pd.decisions.fluid import FluidFleet, steady_share
-from vllm_pd.decisions.splits import SplitPlanner
 from vllm_pd.decisions.wanted import WantedBounds, WantedCounter, WantedEngines, engines_now
 
 TARGETS = Targets(5.0, 0.04)
@@ -19,11 +17,6 @@ BOUNDS = WantedBounds(hold_s=300.0, most=16)
 def demand(at_s=10.0, rate=4.0, prefill_s=1.2, answer_tokens=170.0, **more) -> Demand:
     """At these defaults 4.8 engines of prefill and 1.7 of decode."""
     return Demand(at_s, 10.0, rate, prefill_s, answer_tokens, 0.02, 0.00125, **more)
-
-
-def other(at_s: float) -> Demand:
-    """1.6 engines of prefill and 4.8 of decode."""
-    return demand(at_s, prefill_s=0.4, answer_tokens=480.0)
 
 
 def test_demand_is_work_in_engines():
@@ -58,14 +51,13 @@ looks = st.builds(FleetLook, at_s=numbers, **{
 @settings(max_examples=30, deadline=None)
 @given(st.lists(looks, max_size=5))
 def test_b80_whatever_is_counted_gives_numbers_in_bounds(hostile):
-    meter, counter, splits = DemandMeter(TARGETS), WantedCounter(TARGETS, BOUNDS), SplitPlanner(4, 2, TARGETS)
+    meter, counter = DemandMeter(TARGETS), WantedCounter(TARGETS, BOUNDS)
     for look in hostile:
         found = meter.receive(look)
         if found is not None:
             assert all(math.isfinite(value) and value >= 0 for value in msgspec.structs.astuple(found))
-            wanted, choice = counter.receive(found), splits.receive(found)
-            assert 1 <= wanted.prefills <= 16 and 1 <= wanted.decodes <= 16 and 1 <= choice.prefills <= 3
-            assert all(math.isfinite(gain) for gain in splits.gains().values())
+            wanted = counter.receive(found)
+            assert 1 <= wanted.prefills <= 16 and 1 <= wanted.decodes <= 16
 
 
 @given(st.floats(0, 50), st.floats(0.01, 5), st.floats(1, 3000), st.floats(1, 4))
@@ -95,72 +87,3 @@ def test_up_after_two_looks_and_down_when_it_was_not_needed_for_long():
     for at_s in range(40, 331, 10):
         assert counter.receive(demand(float(at_s), **calm)).prefills == 6, at_s
     assert counter.receive(demand(340.0, **calm)).prefills == 2
-
-
-def test_of_a_queue_that_grows_nearly_all_is_late():
-    fleet = FluidFleet(8, 4, TARGETS, 30.0)  # a fifth too little
-    good = [fleet.advance(demand(10.0 * (number + 1))) for number in range(60)]
-    assert sum(good[30:]) < 0.05 * 40 * 30
-    enough = FluidFleet(8, 6, TARGETS, 30.0)
-    assert sum(enough.advance(demand(10.0 * (number + 1))) for number in range(60)) > 0.8 * 40 * 60
-
-
-def test_a_change_costs_and_then_helps():
-    kept, changed = FluidFleet(8, 6, TARGETS, 30.0), FluidFleet(8, 4, TARGETS, 30.0)
-    changed.change(6)
-    gains = [(kept.advance(demand(10.0 * (number + 1))), changed.advance(demand(10.0 * (number + 1))))
-             for number in range(60)]
-    assert sum(one for _, one in gains[:6]) < sum(one for one, _ in gains[:6])
-    assert gains[-1][0] == pytest.approx(gains[-1][1], rel=0.05)
-
-
-def test_engines_are_neither_made_nor_lost_by_changes():
-    fleet = FluidFleet(8, 4, TARGETS, 30.0)
-    for number, prefills in enumerate((6, 1, 7, 7, 2, 4, 4, 4, 4, 4)):
-        fleet.change(prefills)
-        fleet.advance(demand(10.0 * (number + 1)))
-        assert sum(fleet._working) + sum(one[2] for one in fleet._coming) == 8
-
-
-def test_the_steady_share_is_best_where_both_are_enough():
-    shares = {split: steady_share(demand(), split, 8 - split, TARGETS) for split in range(1, 8)}
-    assert max(shares, key=shares.get) == 6 and shares[6] > 0.8 > shares[4]
-
-
-RESTS_BESIDE = pytest.mark.xfail(reason="rests at 5: what it saw of 6 with the old queue counts against 6")
-
-
-@pytest.mark.parametrize("start", [1, *(pytest.param(start, marks=RESTS_BESIDE) for start in (2, 3)), 4, 5, 6, 7])
-def test_a_constant_load_gets_its_split_and_keeps_it(start):
-    planner = SplitPlanner(8, start, TARGETS)
-    fleet, chosen = FluidFleet(8, start, TARGETS, 30.0), []
-    for number in range(200):
-        now = demand(10.0 * (number + 1))
-        chosen.append(planner.receive(msgspec.structs.replace(now, good=fleet.advance(now))).prefills)
-        fleet.change(chosen[-1])
-    assert set(chosen[60:]) == {6}, chosen
-
-
-def test_a_lasting_shift_is_followed():
-    planner = SplitPlanner(8, 6, TARGETS)
-    for number in range(360):
-        planner.receive(demand(10.0 * (number + 1), good=36))
-    chosen = [planner.receive(other(3600.0 + 10.0 * (number + 1))).prefills for number in range(60)]
-    assert chosen[-1] == 2
-
-
-def test_promises_that_were_not_kept_count_less():
-    """Of two planners with the same demand the one that sees no good request leaves what it follows."""
-    believed, doubted = SplitPlanner(8, 6, TARGETS), SplitPlanner(8, 6, TARGETS)
-    for number in range(120):
-        now = demand(10.0 * (number + 1))
-        believed.receive(msgspec.structs.replace(now, good=36.0))
-        doubted.receive(now)
-    name = believed.receive(demand(1210.0, good=36.0)).reason
-    assert doubted.gains()[name] < 0.8 * believed.gains()[name], (doubted.gains(), believed.gains())
-
-
-def test_a_split_that_is_no_split_is_refused():
-    for count, least in ((1, 1), (4, 4), (10_000, 1)):
-        with pytest.raises(ValueError, match=f"count={count}"):
-            SplitPlanner(count, 1, TARGETS, least_prefills=least)

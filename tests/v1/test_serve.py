@@ -334,6 +334,8 @@ def test_b119_one_command_says_whether_the_fleet_disaggregates(fleet):
     table = command("top", "--broker", fleet.plan.broker_url)
     assert table.returncode == 0 and table.stdout.count("kv_consumer") == 2 and "MB/s" not in table.stdout
     assert all(engine.url in table.stdout for engine in fleet.plan.engines), table.stdout
+    wanted = command("planner", "--broker", fleet.plan.broker_url, "--once", "--interval", "0.5")
+    assert wanted.returncode == 0 and wanted.stdout.startswith("wanted: 1 prefill, 1 decode; "), wanted
 
 
 def test_a_timeline_of_the_fleet_has_prompts_on_both_engines(fleet, tmp_path):

@@ -69,7 +69,6 @@ class PlannerOptions:
     use: Annotated[float, Option("How busy an engine is to be, of 1.")] = 0.8
     hold_s: Annotated[float, Option("Want fewer engines when as many were not needed for this long.")] = 300.0
     most: Annotated[int, Option("Want at most so many engines of a role.")] = 64
-    change_s: Annotated[float, Option("How long an engine that changes its role is missing.")] = 30.0
     interval_s: Annotated[float, Option("How often the engines are read.", flag="--interval")] = 10.0
     host: Annotated[str, Option("Where /metrics is.")] = "127.0.0.1"
     port: Annotated[int, Option("The port of /metrics.")] = 9470
@@ -80,7 +79,7 @@ class PlannerOptions:
         for flag, value, least, most in (
                 ("--ttft-ms", self.ttft_ms, 1.0, 3.6e6), ("--itl-ms", self.itl_ms, 0.1, 6e4),
                 ("--use", self.use, 0.05, 1.0), ("--hold-s", self.hold_s, 0.0, 86400.0), ("--most", self.most, 1, 4096),
-                ("--change-s", self.change_s, 0.0, 3600.0), ("--port", self.port, 1, 65535),
+                ("--port", self.port, 1, 65535),
                 ("--interval", self.interval_s, MIN_INTERVAL_S, MAX_INTERVAL_S)):
             if not least <= value <= most:  # nan neither
                 raise ConfigError(flag, value, f"write {least:g} to {most:g}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd planner`: how many prefill and decode engines a fleet wants, and how those that it has are best divided.
+"""`vllm-pd planner`: how many prefill and decode engines a fleet wants.
 
 It reads the engines as `vllm-pd top` does, and changes nothing. What it says is on its own /metrics, and one line of
 its output for each decision that differs from the one before. An engine that does not answer, or says nonsense, is left
@@ -15,7 +15,6 @@ import typer
 
 from vllm_pd.broker.members import Access, list_members
 from vllm_pd.decisions.demand import Demand, DemandMeter, Targets
-from vllm_pd.decisions.splits import MAX_ENGINES, SplitChoice, SplitPlanner
 from vllm_pd.decisions.wanted import WantedBounds, WantedCounter, WantedEngines
 from vllm_pd.ops.fleet_looks import WANTED, look_at
 from vllm_pd.ops.options import PlannerOptions
@@ -35,7 +34,6 @@ class PlannerFamilies:
             return prometheus_client.Gauge(name, text, ["role"], registry=registry)
 
         self.wanted = gauge("vllm:pd_wanted_engines", "How many engines of each role the fleet wants.")
-        self.split = gauge("vllm:pd_split_engines", "How the engines that are there are best divided.")
         self.offered = gauge("vllm:pd_offered_engines", "The work that comes, in engines that would always be busy.")
         self.looks = prometheus_client.Counter("vllm:pd_planner_looks", "Looks at the fleet: done, or nothing to see.",
                                                ["outcome"], registry=registry)
@@ -47,14 +45,12 @@ class FleetPlanner:
     """Turns readings into decisions and figures. Owned by one caller; no I/O."""
 
     def __init__(self, options: PlannerOptions, families: PlannerFamilies, say: Callable[[str], None]) -> None:
-        self._options, self._families, self._say = options, families, say
+        self._families, self._say = families, say
         self._targets = Targets(options.ttft_ms / 1e3, options.itl_ms / 1e3)
         self._meter = DemandMeter(self._targets)
         self._counter = WantedCounter(self._targets, WantedBounds(options.use, options.hold_s, 1, options.most))
-        self._splits: SplitPlanner | None = None
-        self._count = 0
         self._before: FleetReading | None = None
-        self._said: object = None
+        self._said: WantedEngines | None = None
 
     def receive(self, reading: FleetReading) -> bool:
         """Whether there was anything to decide about. Raises nothing for what engines say."""
@@ -63,42 +59,24 @@ class FleetPlanner:
         seen = demand is not None and any(one.figures is not None for one in reading.engines)
         self._families.looks.labels("done" if seen else "nothing").inc()
         if seen:
-            self._decide(demand, reading)
+            self._decide(demand)
         return seen
 
-    def _decide(self, demand: Demand, reading: FleetReading) -> None:
-        wanted, choice = self._counter.receive(demand), self._split(demand, reading)
+    def _decide(self, demand: Demand) -> None:
+        wanted = self._counter.receive(demand)
         prefill, decode = demand.prefill_engines(), demand.decode_engines(self._targets.itl_s)
         for family, prefills, decodes in ((self._families.wanted, wanted.prefills, wanted.decodes),
                                           (self._families.offered, prefill, decode)):
             family.labels("prefill").set(prefills)
             family.labels("decode").set(decodes)
-        if choice is not None:
-            self._families.split.labels("prefill").set(choice.prefills)
-            self._families.split.labels("decode").set(self._count - choice.prefills)
-        decided = (wanted, choice and choice.prefills, self._count)
-        if decided != self._said:
-            self._said = decided
-            self._say(describe(demand, wanted, choice, self._count, self._targets))
-
-    def _split(self, demand: Demand, reading: FleetReading) -> SplitChoice | None:
-        """None with fewer than two engines, or more than are computed. It begins anew when their number changes."""
-        engines = [one for one in reading.engines if not one.member.draining]
-        if len(engines) != self._count:
-            self._count, self._splits = len(engines), None
-        if not 2 <= self._count <= MAX_ENGINES:
-            return None
-        if self._splits is None:
-            prefills = sum(not one.member.role.decodes for one in engines)
-            self._splits = SplitPlanner(self._count, prefills, self._targets, self._options.change_s)
-        return self._splits.receive(demand)
+        if wanted != self._said:
+            self._said = wanted
+            self._say(describe(demand, wanted, self._targets))
 
 
-def describe(demand: Demand, wanted: WantedEngines, choice: SplitChoice | None, count: int, targets: Targets) -> str:
+def describe(demand: Demand, wanted: WantedEngines, targets: Targets) -> str:
     """A decision and its reason on one line."""
-    of_split = (f"; of the {count} that are there {choice.prefills} prefill and {count - choice.prefills} decode "
-                f"({choice.reason})" if choice is not None else "")
-    return (f"wanted: {wanted.prefills} prefill, {wanted.decodes} decode{of_split}; "
+    return (f"wanted: {wanted.prefills} prefill, {wanted.decodes} decode; "
             f"{three_digits(demand.requests_per_s)} requests/s are the work of {three_digits(demand.prefill_engines())}"
             f" prefill and {three_digits(demand.decode_engines(targets.itl_s))} decode engines, "
             f"{demand.late:.0%} late, {demand.waiting:.0f} wait")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of scripts/lab/planner_shifts.py: a fleet in simulated time whose engines change between roles."""
+"""The parts of scripts/lab/planner_scaling.py: a fleet in simulated time whose engines come and go."""

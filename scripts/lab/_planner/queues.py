@@ -4,7 +4,7 @@ import numba
 import numpy
 
 NEVER = numpy.inf
-PREFILL, DECODE = 0, 1
+PREFILL, DECODE, OFF = 0, 1, 2
 ENGINE = numpy.dtype([("role", "i8"), ("goal", "i8"), ("ready", "f8"), ("job", "i8"), ("job_end", "f8"), ("made", "f8"),
                       ("at", "f8"), ("end", "f8"), ("count", "i8")])
 TOTALS = numpy.dtype([("next", "i8"), ("taken", "i8"), ("head", "i8"), ("tail", "i8"), ("arrived", "f8"),
