@@ -72,7 +72,8 @@ def is_ours(vllm_config: VllmConfig) -> bool:
 
 def given_weights(vllm_config: VllmConfig) -> str | None:
     """The setting `weights_digest` of either of our connectors; None without one."""
-    return (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get(DIGEST_KEY)
+    transfer = vllm_config.kv_transfer_config
+    return None if transfer is None else (transfer.kv_connector_extra_config or {}).get(DIGEST_KEY)
 
 
 def served_name(vllm_config: VllmConfig) -> str:

@@ -44,6 +44,7 @@ class OffloadedTier:
         self._block_size = block_size
         self.ranks = ranks  # of the engine
         self.is_used = True
+        self.is_fetching = False  # from other hosts, which it does not do
         self._asked_since: dict[str, float] = {}  # by request id, on the monotonic clock: those without an answer
         self._found: tuple[str, int] = "", 0  # request and tokens, of the last look-up
 
