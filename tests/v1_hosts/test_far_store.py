@@ -24,6 +24,7 @@ from vllm_pd.rpc.keys import Keys
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 BLOCK, PROMPT_TOKENS, ANSWER_TOKENS = 32, 500, 40
 PORT, WAIT_S = 5900, 6.0
+MEET_S = 120.0
 SLOW = "1mbit"  # at which a prompt's KV takes seconds
 
 
@@ -76,6 +77,16 @@ class Machines:
         self.a, self.b, self.plain = Server(a, keys, [a, b]), Server(b, keys, [a, b]), Server(plain, keys, None)
         for server in (self.a, self.b, self.plain):
             server.ready()
+        for one, other in ((self.a, self.b), (self.b, self.a)):
+            wait_for(lambda one=one, other=other: self._is_shared(one, other), "no block comes", MEET_S)
+
+    @staticmethod
+    def _is_shared(one: Server, other: Server) -> bool:
+        """Whether what one has computed is a hit at the other: a busy machine may take longer to connect them than a
+        prompt waits for that."""
+        chat = new_tokens(3 * BLOCK)
+        one.complete(chat)
+        return other.complete(chat)[1] > 0
 
     def compare(self, tokens: list[int], answer: TokenIds) -> None:
         """Raises WrongAnswer if it is not that of the plain engine."""
