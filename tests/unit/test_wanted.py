@@ -28,7 +28,7 @@ def test_demand_is_work_in_engines():
 def test_the_meter_counts_what_arrives_and_not_what_is_served():
     meter = DemandMeter(TARGETS)
     assert meter.receive(FleetLook(0.0)) is None, "nothing to compare with"
-    found = meter.receive(FleetLook(10.0, arrived=40, prompts=10, prompt_tokens=120_000, waiting_tokens=360_000,
+    found = meter.receive(FleetLook(10.0, arrived=40, prompt_tokens=120_000, waiting_tokens=360_000,
                                     waiting=30, tokens_per_s=10_000))
     assert found.prefill_engines() == pytest.approx(4.8), "30 prompts wait that nobody has computed"
 
@@ -44,8 +44,8 @@ def test_the_meter_finds_the_line_of_the_time_between_tokens():
 
 numbers = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.floats(0, 1e6))
 looks = st.builds(FleetLook, at_s=numbers, **{
-    name: numbers for name in FleetLook.__struct_fields__ if name not in ("at_s", "prefills", "decodes")},
-    prefills=st.integers(-2, 9), decodes=st.integers(-2, 9))
+    name: numbers for name in FleetLook.__struct_fields__ if name not in ("at_s", "decodes")},
+    decodes=st.integers(-2, 9))
 
 
 @settings(max_examples=30, deadline=None)

@@ -6,7 +6,7 @@ the seconds that a prefill engine needs for one, the tokens of an answer, and th
 time between two tokens. It is about what arrives and not about what is served, so it is the same whatever the split of
 the fleet into prefill and decode engines is.
 
-No history is needed: what was never seen is taken from the caller's guesses, and each figure is kept in bounds.
+No history is needed: what was never seen is guessed (GUESSED_*), and each figure is kept in bounds.
 """
 import math
 from collections import deque
@@ -18,6 +18,8 @@ FULL_COUNT = 30.0  # requests whose mean is trusted without older ones
 MIN_SPREAD = 0.2  # of the running requests, of their mean: with less the line has no slope of its own
 MAX_NUMBER = 1e12
 MIN_ITL_S, MIN_SPEED = 1e-5, 1e-3
+GUESSED_SPEED, GUESSED_SEATS = 10_000.0, 16.0  # tokens a second of a prefill engine; requests of a decode engine
+GUESSED_PROMPT, GUESSED_ANSWER = 2000.0, 200.0  # tokens
 BASE_SHARE = 0.5  # of the ITL that is there without other requests, where no line can be drawn
 
 
@@ -29,16 +31,13 @@ class Targets(msgspec.Struct, frozen=True):
 
 class FleetLook(msgspec.Struct, frozen=True):
     """The fleet at `at_s`, and what was counted since the look before, at all its engines. `arrived`: requests of
-    clients. `prompts`, `prompt_tokens`: those that were prefilled, and their tokens that are no prefix hit of the
-    decode engine. `answers`, `answer_tokens`: requests that ended. `itl_s`: the mean time between two tokens, 0: there
-    were none. `slow`: those of `answers` whose mean time between two tokens missed the target. `first_tokens`, `late`:
-    requests with a first token, and those of them after the target. Now: `running`
-    requests that decode, `waiting` ones without a first token with
-    `waiting_tokens` to prefill, `prefills` and `decodes`, the engines that do each;
+    clients. `prompt_tokens`: those of prompts that were prefilled, without prefix hits of the decode engine.
+    `answers`, `answer_tokens`: requests that ended. `itl_s`: the mean time between two tokens, 0: there were none.
+    `first_tokens`, `late`: requests with a first token, and those of them after the target. Now: `running` requests
+    that decode, `waiting` ones without a first token with `waiting_tokens` to prefill, `decodes`: decode engines;
     `tokens_per_s`: of one busy prefill engine, 0: not known."""
     at_s: float
     arrived: float = 0.0
-    prompts: float = 0.0
     prompt_tokens: float = 0.0
     answers: float = 0.0
     answer_tokens: float = 0.0
@@ -47,18 +46,15 @@ class FleetLook(msgspec.Struct, frozen=True):
     late: float = 0.0
     running: float = 0.0
     waiting: float = 0.0
-    prefills: int = 0
     decodes: int = 0
     tokens_per_s: float = 0.0
     waiting_tokens: float = 0.0
-    slow: float = 0.0
 
 
 class Demand(msgspec.Struct, frozen=True):
     """What was asked for in `seconds`. `prefill_s`: seconds of a prefill engine for one request; `answer_tokens` of
     one. The time between two tokens of a decode engine with r requests is `base_s + slope_s * r`. `late`: the share of
-    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode.
-    `good`: requests that ended and met both targets, about."""
+    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode."""
     at_s: float
     seconds: float
     requests_per_s: float
@@ -69,7 +65,6 @@ class Demand(msgspec.Struct, frozen=True):
     late: float = 0.0
     waiting: float = 0.0
     running: float = 0.0
-    good: float = 0.0
 
     def prefill_engines(self) -> float:
         """How many prefill engines would be busy all the time."""
@@ -85,16 +80,13 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class DemandMeter:
-    """Makes demands of looks. `tokens_per_s`, `answer_tokens`, `prompt_tokens` are guesses, until there is something
-    to measure; so is `seats`, how many requests a decode engine runs at the target. Owned by one caller."""
+    """Makes demands of looks. Owned by one caller."""
 
-    def __init__(self, targets: Targets, tokens_per_s: float = 10_000.0, prompt_tokens: float = 2000.0,
-                 answer_tokens: float = 200.0, seats: float = 0.0) -> None:
+    def __init__(self, targets: Targets) -> None:
         self._targets = targets
-        self._speed = tokens_per_s
-        self._prompt = _Mean(prompt_tokens)
-        self._answer = _Mean(answer_tokens)
-        self._seats = seats
+        self._speed = GUESSED_SPEED
+        self._prompt = _Mean(GUESSED_PROMPT)
+        self._answer = _Mean(GUESSED_ANSWER)
         self._points: deque[tuple[float, float]] = deque(maxlen=KEPT_POINTS)
         self._at_s: float | None = None
         self._waiting_tokens = 0.0
@@ -116,18 +108,16 @@ class DemandMeter:
         if before is None:
             return None
         base_s, slope_s = self._line()
-        late, slow = _share(look.late, look.first_tokens), _share(look.slow, look.answers)
         return Demand(now, now - before, _bounded(look.arrived) / (now - before), self._prompt.value / self._speed,
-                      self._answer.value, base_s, slope_s, late, _bounded(look.waiting), _bounded(look.running),
-                      _bounded(look.answers) * (1 - late) * (1 - slow))
+                      self._answer.value, base_s, slope_s, _share(look.late, look.first_tokens),
+                      _bounded(look.waiting), _bounded(look.running))
 
     def _line(self) -> tuple[float, float]:
         """(base, slope) of the time between two tokens over running requests: by least squares where there are points
         far enough from each other; else through their mean, or as the guess says."""
-        points, target_s = self._points, self._targets.itl_s
+        points = self._points
         if not points:
-            seats = self._seats or 16.0
-            return BASE_SHARE * target_s, (1 - BASE_SHARE) * target_s / seats
+            return BASE_SHARE * self._targets.itl_s, (1 - BASE_SHARE) * self._targets.itl_s / GUESSED_SEATS
         mean_r = math.fsum(point[0] for point in points) / len(points)
         mean_s = math.fsum(point[1] for point in points) / len(points)
         square = math.fsum((point[0] - mean_r)**2 for point in points) / len(points)
@@ -135,9 +125,6 @@ class DemandMeter:
             slope_s = math.fsum((r - mean_r) * (itl - mean_s) for r, itl in points) / len(points) / square
             slope_s = min(max(slope_s, 0.05 * mean_s / mean_r), mean_s / mean_r)
             return mean_s - slope_s * mean_r, slope_s
-        if self._seats and mean_s <= target_s:
-            slope_s = max(1e-9, (target_s - mean_s) / max(1.0, self._seats - mean_r))
-            return max(0.0, mean_s - slope_s * mean_r), slope_s
         return BASE_SHARE * mean_s, (1 - BASE_SHARE) * mean_s / max(1.0, mean_r)
 
 

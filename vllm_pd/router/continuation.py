@@ -25,8 +25,8 @@ import msgspec
 from msgspec import Meta
 
 from vllm_pd.router.outline import all_fields
+from vllm_pd.router.routes import CHAT, COMPLETIONS
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_CONTINUATIONS = 2  # of one stream
 MAX_BODY_BYTES = 1 << 20  # of a request; most of its fields are only skimmed
 MAX_EVENT_BYTES = 1 << 20  # the ids of MAX_TOKENS are shorter

@@ -26,14 +26,13 @@ from vllm_pd.router.prefill_form import Fields, NotPrefilled, PrefillOutcome
 from vllm_pd.router.prefill_leg import REQUEST_ID, PrefillSender
 from vllm_pd.router.request import RouterRequest
 from vllm_pd.router.responses import Headers, RouterResponse
-from vllm_pd.router.routes import COMPLETING
+from vllm_pd.router.routes import CHAT, COMPLETING
 from vllm_pd.router.workers import RouterWorker, WorkerFailure
 
 MAX_POST_BYTES = 8 << 20  # of a million token ids
 MAX_POSTS_BYTES = 256 << 20  # of all open posts, which need no key
 POST_BODY_S = 5.0  # for the body of a post
 MAX_PREFILLS = 2  # Ps for one post
-CHAT = "/v1/chat/completions"
 # How a try at a P fails that may have claimed the job: D then lets no other P have it.
 _MAY_HAVE_CLAIMED = frozenset({WorkerFailure.BROKEN, WorkerFailure.TIMEOUT, WorkerFailure.PROBE})
 _CLIENTS_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")  # a client's request id that the drawn one may begin with

@@ -2,7 +2,8 @@
 """Which requests go to workers. The router and the endpoint picker answer all others themselves."""
 
 METHODS = ("GET", "POST", "OPTIONS")
-COMPLETING = frozenset(("/v1/completions", "/v1/chat/completions"))
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETING = frozenset((COMPLETIONS, CHAT))
 GENERATING = COMPLETING | {
     "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/inference/v1/generate", "/cohere/v2/chat",
     "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings", "/v2/embed", "/pooling", "/classify",

@@ -89,12 +89,11 @@ class Fleet:
         pace_s = self._machine.base_s + self._machine.slope_s * running
         works = engines["role"] == engines["goal"]
         return FleetLook(
-            now, added["arrived"], added["prompts"], added["prompt_tokens"], added["answers"], added["answer_tokens"],
+            now, added["arrived"], added["prompt_tokens"], added["answers"], added["answer_tokens"],
             float(running.sum() / (running / pace_s).sum()) if len(running) else 0.0, added["first"], added["late"],
             float(running.sum()), float(totals["next"] - totals["head"]),
-            int(numpy.sum(works & (engines["role"] == PREFILL))),
             max(len(running), int(numpy.sum(works & (engines["role"] == DECODE)))), self._machine.tokens_per_s,
-            float(totals["arrived_tokens"] - totals["prompt_tokens"]), added["slow"])
+            float(totals["arrived_tokens"] - totals["prompt_tokens"]))
 
     def _order(self, now: float, wanted: WantedEngines, result: Run) -> None:
         """Engines that still start are taken back first, then those with the fewest requests."""

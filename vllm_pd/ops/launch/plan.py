@@ -148,6 +148,7 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     configs = {role: PDConfig.parse(role.value, {**options.pd, "broker": f"tcp://{HOST}:1"}) for role in ROLE_NAMES}
     drain_timeout_s = configs[Role.DECODE].drain_timeout_s
     router_args = _router_args(options, drain_timeout_s)
+    _check_metaserver(router_args.options.metaserver, options.port, configs[Role.DECODE])
     if not configs[Role.DECODE].bind.endswith(":0"):
         raise ConfigError("--pd bind", options.pd["bind"], "each engine needs a control port of its own: write port 0, "
                           "or leave it out")
@@ -217,22 +218,21 @@ def _router_args(options: UpOptions, drain_timeout_s: float) -> RouterArgs:
                           "out")
     if not options.router:
         return RouterArgs()
-    found = parse_router_args(options.router_args, value_of("--api-key", options.serve_args), drain_timeout_s,
-                              options.order)
-    _check_metaserver(found.options.metaserver, options)
-    return found
+    return parse_router_args(options.router_args, value_of("--api-key", options.serve_args), drain_timeout_s,
+                             options.order)
 
 
-def _check_metaserver(url: str | None, options: UpOptions) -> None:
-    """Raises ConfigError for a URL that is not the router's, or to which no decode engine would post."""
+def _check_metaserver(url: str | None, port: int, decode: PDConfig) -> None:
+    """Raises ConfigError for a URL that is not the router's, which has this port, or to which no decode engine would
+    post."""
     if url is None:
         return
-    if urlsplit(url).port != options.port:
-        raise ConfigError("--router-args --metaserver", url, f"the router has port {options.port}: write "
-                          f"http://{HOST}:{options.port}{METASERVER_PATH}")
-    listed = options.pd.get("metaservers")
-    if not isinstance(listed, str) or url not in [one.strip() for one in listed.split(",")]:
-        raise ConfigError("--pd metaservers", listed, f"decode engines post to no other URL: write metaservers={url}")
+    if urlsplit(url).port != port:
+        raise ConfigError("--router-args --metaserver", url, f"the router has port {port}: write "
+                          f"http://{HOST}:{port}{METASERVER_PATH}")
+    if url not in decode.metaserver_urls:
+        raise ConfigError("--pd metaservers", decode.metaservers, "decode engines post to no other URL: write "
+                          f"metaservers={url}")
 
 
 def transfer_config(role: Role, broker_url: str, pd: Mapping[str, Any]) -> str:
