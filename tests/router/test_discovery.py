@@ -243,7 +243,7 @@ async def test_a_long_answer_comes_over_tcp_and_has_a_bound(caplog):
     """As from a resolver that wants to fill the router."""
     async with DnsServer() as server, engines_at("127.0.0.1") as [engine]:
         server.zone = {(NAME, "A"): ["127.0.0.1", "0.0.0.0", "169.254.169.254", "224.0.0.1", "255.255.255.255"]}
-        async with by_dns(server, f"{NAME}:{engine.port}") as served:
+        async with by_dns(server, f"{NAME}:{engine.port}", dns_timeout_s=10) as served:
             await served.until(lambda: ups(served) == {engine.url})
             assert known(served) == {engine.url}
             server.zone[(NAME, "A")] = ["127.0.0.1", *(f"10.9.{number // 250}.{number % 250 + 1}"

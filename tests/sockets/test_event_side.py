@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's end of the side socket, turned by hand, before a reader that is slower than it."""
 
+import functools
 import time
 
 import pytest
@@ -12,7 +13,8 @@ from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import HeldBlock
 from vllm_pd.rpc import sockets
 
-BLOCKS = 6000
+BLOCKS = 20_000  # half a MB in messages of a few blocks: by the defaults of Linux a socket queues 200 kB
+BOUNDS = sockets.Bounds(messages=2)
 PATIENCE_S = 80.0
 
 
@@ -27,7 +29,7 @@ def journal() -> EventJournal:
 @pytest.fixture
 def port(tmp_path, monkeypatch):
     """With room for less than a snapshot in its queues."""
-    monkeypatch.setattr(sockets, "HIGH_WATER_MESSAGES", 2)
+    monkeypatch.setattr(sockets, "server", functools.partial(sockets.server, bounds=BOUNDS))
     monkeypatch.setattr(m, "PART_BLOCKS", 4)
     made = SidePort(f"ipc://{tmp_path}/side")
     yield made
@@ -37,7 +39,7 @@ def port(tmp_path, monkeypatch):
 @pytest.fixture
 def reader(port):
     context = zmq.Context()
-    made = sockets.client(context, port.address, only_connected=False)
+    made = sockets.client(context, port.address, only_connected=False, bounds=BOUNDS)
     made.send(m.encode(m.SnapshotRequest(1)))
     yield made
     made.close()
