@@ -182,7 +182,8 @@ def test_prometheus_reads_the_composed_services():
     composed = yaml.safe_load((FOLDER.parent / "compose.yaml").read_text())["services"]
     commands = {name: " ".join(composed[name]["command"]) for name in ("prefill", "decode", "router")}
     places = {name: "127.0.0.1:" + re.search(r"--port[= ](\d+)", command)[1] for name, command in commands.items()}
-    assert jobs == {"vllm-pd-engine": [places["prefill"], places["decode"]], "vllm-pd-router": [places["router"]]}
+    assert jobs == {"vllm-pd-engine": [places["prefill"], places["decode"]], "vllm-pd-router": [places["router"]],
+                    "vllm-pd-picker": []}, "there is no picker in compose.yaml"
 
 
 def promtool(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

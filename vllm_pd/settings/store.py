@@ -81,9 +81,9 @@ class StoreSettings:
 
     @property
     def other_hosts(self) -> tuple[str, ...]:
-        """The addresses of `hosts`, without that of `listen`: a fleet may give all engines one list. Another name of
-        this machine may still be among them (`vllm_pd.store.beyond.far`)."""
-        return tuple(url for url in (self.hosts or "").split(",") if url and url != self.listen)
+        """The addresses of `hosts`, which `parse` leaves without that of `listen`: a fleet may give all engines one
+        list. Another name of this machine may still be among them (`vllm_pd.store.beyond.far`)."""
+        return tuple(filter(None, (self.hosts or "").split(",")))
 
     @property
     def staging_bytes(self) -> int:
@@ -140,7 +140,8 @@ def _parse_far(values: Mapping[str, Any], engines_keys: str | None) -> dict[str,
         own = None  # `listen` as it is written there: a name, perhaps, which is an address by now
         if "listen" in values:
             own = url_of(*parse_endpoint("listen", values["listen"], keyed=is_keyed))
-        found["hosts"] = ",".join(url for url in _parse_hosts(values["hosts"], is_keyed) if url != own)
+        found["hosts"] = ",".join(url for url in _parse_hosts(values["hosts"], is_keyed)
+                                  if url not in (own, found.get("listen")))
     hosts = hosts_of(",".join(filter(None, (found.get("listen"), found.get("hosts")))))
     if is_loopback(hosts[0]) and not all(is_loopback(host) or is_name(host) for host in hosts):
         key = "listen" if "listen" in values else "hosts"
