@@ -313,7 +313,8 @@ async def test_an_engine_of_another_block_size_is_refused_and_the_reason_said(en
 @pytest.mark.parametrize("where", ["events", "side", "replay"])
 async def test_b80_an_address_that_is_none_is_said(endpoint, caplog, where):
     index = PrefixIndex(BLOCK_SIZE)
-    subscriber = Subscriber("http://127.0.0.1:1", index, None, **{"events": endpoint, where: "nonsense"})
+    notice = EventsNotice(**{"events": endpoint, "block_size": 0, where: "nonsense"})
+    subscriber = Subscriber("http://127.0.0.1:1", index, None, configured=notice)
     subscriber.start()
     await becomes(lambda: "nonsense" in caplog.text)
     await subscriber.close()
