@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict
+from typing import Dict, Mapping, Pattern
 
 from .errors import Refusal
 
@@ -52,19 +52,25 @@ def read(root: Path) -> Pin:
 
 
 def parse(content: str, name: str) -> Pin:
-    """A pin from its text; every key must be there once and well-formed. `name` is for the error."""
+    """A pin from its text. `name` is for the error."""
+    return Pin(**parse_pairs(content, name, _SHAPES))
+
+
+def parse_pairs(content: str, name: str, shapes: Mapping[str, Pattern[str]]) -> Dict[str, str]:
+    """The values of lines `key = value`, without comments; every key of `shapes` must be there once and well-formed.
+    `name` is for the error."""
     found: Dict[str, str] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         key, equals, value = (part.strip() for part in line.partition("="))
-        if not equals or key not in _SHAPES or key in found:
-            raise Refusal(f"{name}:{number}: expected one line `key = value` for each of {', '.join(_SHAPES)}; "
+        if not equals or key not in shapes or key in found:
+            raise Refusal(f"{name}:{number}: expected one line `key = value` for each of {', '.join(shapes)}; "
                           f"found {line!r}")
-        if not _SHAPES[key].fullmatch(value):
-            raise Refusal(f"{name}:{number}: {key} must match {_SHAPES[key].pattern}; found {value!r}")
+        if not shapes[key].fullmatch(value):
+            raise Refusal(f"{name}:{number}: {key} must match {shapes[key].pattern}; found {value!r}")
         found[key] = value
-    missing = [key for key in _SHAPES if key not in found]
+    missing = [key for key in shapes if key not in found]
     if missing:
-        raise Refusal(f"{name}: expected the keys {', '.join(_SHAPES)}; {', '.join(missing)} missing")
-    return Pin(**found)
+        raise Refusal(f"{name}: expected the keys {', '.join(shapes)}; {', '.join(missing)} missing")
+    return found

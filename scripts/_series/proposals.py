@@ -14,6 +14,7 @@ from . import diff, verify, work
 from .errors import Refusal, refuse_all
 from .git import raw_bytes, text
 from .patch import Patch, parse
+from .pin import parse_pairs
 from .source import Source
 
 FOLDER = "for_upstream"
@@ -32,20 +33,9 @@ def release(folder: Path) -> Release:
     """That of patches/for_upstream. Refuses a file with anything but one line `key = value` for each of both."""
     path = folder / RELEASE
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return Release(**parse_pairs(path.read_text(encoding="utf-8"), str(path), _SHAPES))
     except OSError as error:
         raise Refusal(f"{path}: cannot read the release: {error.strerror}") from error
-    found: Dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        key, _, value = (part.strip() for part in line.partition("="))
-        if key not in _SHAPES or key in found or not _SHAPES[key].fullmatch(value):
-            raise Refusal(f"{path}:{number}: expected version = X.Y.Z and sha256 = 64 digits; found {line!r}")
-        found[key] = value
-    if len(found) < len(_SHAPES):
-        raise Refusal(f"{path}: {' and '.join(sorted(_SHAPES.keys() - found.keys()))} missing")
-    return Release(**found)
 
 
 def load(folder: Path) -> List[Patch]:

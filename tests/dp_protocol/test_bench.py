@@ -68,7 +68,7 @@ def bench(tmp_path, monkeypatch) -> measure.DpBench:
                                                             for _ in groups])  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["A"]}))
     compared = (measure.DpVariant("waves"), measure.DpVariant("ours"))
-    return measure.DpBench((tmp_path, ), (2, ), compared, bursts=6, requests=4, rounds=3)
+    return measure.DpBench(models=(tmp_path, ), sizes=(2, ), variants=compared, bursts=6, requests=4, rounds=3)
 
 
 def test_the_trees_take_turns_and_get_the_same(bench):

@@ -12,6 +12,7 @@ from harness import BrokerProcess, EngineProcess, prompt
 
 from tests.waiting import becomes
 from vllm_pd.events.messages import EngineLoad
+from vllm_pd.events.notice import EventsNotice
 from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 from vllm_pd.rpc.ports import take_free
@@ -98,8 +99,8 @@ async def load(subscriber: Subscriber) -> EngineLoad:
 async def test_b60_b61_the_index_is_the_union_of_the_engines_tables(engines):
     """Remote and local prompts, shared beginnings, an abort, eviction; then one engine dies."""
     index = PrefixIndex(16)
-    subscribers = {name: Subscriber(f"http://{name}", index, None, events=one.events.replace("*", "127.0.0.1"),
-                                    side=one.side) for name, one in engines.items()}
+    subscribers = {name: Subscriber(f"http://{name}", index, None, configured=EventsNotice(
+        one.events.replace("*", "127.0.0.1"), 0, side=one.side)) for name, one in engines.items()}
     d, shared = engines["d"].engine, prompt(150, "shared")
     await asyncio.to_thread(d.wait_for_peers)
     try:

@@ -9,7 +9,7 @@ from harness import GREEDY, PATIENT, ChildError, Counters, prompt
 
 from tests.waiting import wait_for
 from vllm_pd.peer.agent import ControlAgent
-from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.degraded import DegradedReason
 from vllm_pd.peer.liveness.process import local_member
 from vllm_pd.protocol.messages import Fingerprint, Role
 from vllm_pd.settings.engine import PDConfig
@@ -319,9 +319,10 @@ def test_b42_a_peer_that_differs(key, value, ours, pair, mono, stranger):
     pair.d.wait_until(f"{key!r} in (disagg.protocol.decode.view().mismatch or '')")
     named = pair.d.evaluate("disagg.protocol.decode.view().mismatch")
     assert key in named and str(value) in named and ours in named
-    pair.d.wait_until("disagg.protocol.operators.degraded().cause == 'mismatch'")
-    pair.d.wait_until("disagg._degraded is not None and disagg._degraded.cause == 'mismatch'")
-    assert pair.d.counters().with_prefix("degraded:") == {cause.value: cause is Cause.MISMATCH for cause in Cause}
+    pair.d.wait_until("disagg.protocol.operators.degraded().reason == 'mismatch'")
+    pair.d.wait_until("disagg._degraded is not None and disagg._degraded.reason == 'mismatch'")
+    assert pair.d.counters().with_prefix("degraded:") == {
+        one.value: one is DegradedReason.MISMATCH for one in DegradedReason}
     before = pair.d.counters()
     assert pair.d.tokens([tokens]) == mono.tokens([tokens])
     assert pair.d.counters().since(before)["decisions_total:local,peer"] == 1

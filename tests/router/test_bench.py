@@ -27,6 +27,7 @@ from vllm_pd.bench.load import RequestTiming, closed_loop
 from vllm_pd.bench.servers import RouterCommand
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError
+from vllm_pd.events.notice import EventsNotice
 from vllm_pd.router.events.subscriber import Subscriber
 from vllm_pd.router.index import PrefixIndex
 
@@ -156,7 +157,7 @@ def test_added_is_the_time_less_the_bare_workers_median():
         timings = [RequestTiming(time_s / 2, time_s) for time_s in times_s]
         return measure.PhaseFigures(name, "alone", "plain", timings, ["what"])
 
-    bench = measure.RouterBench((RouterCommand("a", ""), ))
+    bench = measure.RouterBench(routers=(RouterCommand("a", ""), ))
     found = measure.report(bench, [tally("no router", 0.001, 0.002, 0.009), tally("a", 0.004, 0.005, 0.007)], {})
     bare, routed = found["entries"]
     assert bare["total_added_ms"]["p50"] == 0 and bare["total_added_ms"]["p99"] == pytest.approx(7)
@@ -170,9 +171,9 @@ def test_added_is_the_time_less_the_bare_workers_median():
 
 
 def test_one_run_shows_every_router_in_every_phase(tmp_path):
-    bench = measure.RouterBench((RouterCommand.parse(f"stand-in={WORKER} {{port}} --model {{worker}}"), ), workers=1,
-                                requests=10, tokens=4, clients=2, streams=2, slice_s=0.05, rounds=1, first_s=0.01,
-                                gap_s=0.001)  # fmt: skip
+    bench = measure.RouterBench(routers=(RouterCommand.parse(f"stand-in={WORKER} {{port}} --model {{worker}}"), ),
+                                workers=1, requests=10, tokens=4, clients=2, streams=2, slice_s=0.05, rounds=1,
+                                first_s=0.01, gap_s=0.001)
     found = measure.measure(bench, tmp_path / "log", lambda text: None)
     assert {(e["router"], e["phase"], e["kind"]) for e in found["entries"]} == {
         (name, *phase) for name in ("no router", "stand-in") for phase in report.PHASES}
@@ -184,9 +185,9 @@ def test_one_run_shows_every_router_in_every_phase(tmp_path):
 
 
 def test_a_router_that_ends_in_the_middle_loses_no_other_figure(tmp_path, monkeypatch):
-    bench = measure.RouterBench((RouterCommand.parse(f"stand-in={WORKER} {{port}} --model {{worker}}"), ), workers=1,
-                                requests=10, tokens=4, clients=2, streams=2, slice_s=0.05, rounds=1, first_s=0.01,
-                                gap_s=0.001)  # fmt: skip
+    bench = measure.RouterBench(routers=(RouterCommand.parse(f"stand-in={WORKER} {{port}} --model {{worker}}"), ),
+                                workers=1, requests=10, tokens=4, clients=2, streams=2, slice_s=0.05, rounds=1,
+                                first_s=0.01, gap_s=0.001)
     pids: list[int] = []
 
     def kill_after_the_first_phase(text: str) -> None:
@@ -212,7 +213,7 @@ def test_a_router_that_ends_in_the_middle_loses_no_other_figure(tmp_path, monkey
 def test_a_router_that_ends_is_an_error_with_its_last_words():
     words = f"{sys.executable} -c \"import sys; print('no such thing'); sys.exit(3)\" {{port}} {{workers}}"
     with pytest.raises(PDError, match="short-lived has ended.*\n.*no such thing"):
-        measure.measure(measure.RouterBench((RouterCommand("short-lived", words), ), workers=1), None)
+        measure.measure(measure.RouterBench(routers=(RouterCommand("short-lived", words), ), workers=1), None)
 
 
 @pytest.mark.parametrize("changes, key", [({"requests": 0}, "--requests"), ({"slice_s": 0}, "--slice-s"),
@@ -245,7 +246,7 @@ def test_the_text_tells_each_token():
 async def test_made_up_events_keep_a_router_busy():
     events = MadeUpEvents(block_size=4, pool_blocks=5)
     index = PrefixIndex(4)
-    subscriber = Subscriber("http://127.0.0.1:1", index, None, events=events.notice().events)
+    subscriber = Subscriber("http://127.0.0.1:1", index, None, configured=EventsNotice(events.notice().events, 0))
     subscriber.start()
     try:
         async with asyncio.timeout(100):

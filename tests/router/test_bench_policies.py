@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_pd.bench import policies
-from vllm_pd.bench.conversations import ConversationShape, ConversationTurn, hold, make
+from vllm_pd.bench.conversations import ConversationTurn, hold, make
 from vllm_pd.bench.dummy import DummyConnection, DummyEngine, answer_text
+from vllm_pd.bench.options import ConversationShape
 from vllm_pd.bench.simulation.trace import Arrival
 from vllm_pd.cli import app
 from vllm_pd.errors import ConfigError, PDError

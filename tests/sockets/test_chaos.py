@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 from _chaos import blows, report
-from _chaos.fleet import BrokerKind, ChaosFleet, ProcessLost
+from _chaos.fleet import BrokerKind, ChaosFleet, EngineStart, ProcessLost
 from _chaos.load import ChaosRequest, RequestEnd, draw_prompts, safe
 from _chaos.looks import process_counts
 from _chaos.page import page
@@ -81,7 +81,7 @@ def light_fleet(monkeypatch):
     monkeypatch.setattr("_chaos.fleet.Zygote", LightZygote)
     with contextlib.ExitStack() as ends:
         def make(through_proxy: bool = False) -> ChaosFleet:
-            made = ChaosFleet({}, "", 0, {"ttl_s": 2.0}, "", {}, [0], through_proxy, BrokerKind.OURS, False, False)
+            made = ChaosFleet({}, EngineStart("", "", {"ttl_s": 2.0}, {}), [0], through_proxy=through_proxy)
             ends.callback(made.close)
             return made
 

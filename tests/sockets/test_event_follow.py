@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from vllm_pd.events import messages as m
+from vllm_pd.events.notice import EventsNotice
 from vllm_pd.router.events import followers, stream, subscriber
 from vllm_pd.router.events.followers import ReplayFollower, SideFollower
 from vllm_pd.router.events.subscriber import Subscriber
@@ -317,8 +318,8 @@ async def test_warnings_that_alternate_are_logged_once_until_all_was_well_for_a_
 
 async def test_subscribers_share_one_context_and_leave_none(tmp_path):
     index = PrefixIndex(4)
-    many = [Subscriber(f"http://127.0.0.1:{number}", index, None, events=f"ipc://{tmp_path}/{number}",
-                       replay=f"ipc://{tmp_path}/{number}r") for number in range(1, 5)]
+    many = [Subscriber(f"http://127.0.0.1:{number}", index, None, configured=EventsNotice(
+        f"ipc://{tmp_path}/{number}", 0, f"ipc://{tmp_path}/{number}r")) for number in range(1, 5)]
     for one in many:
         one.start()
     while not all(one.counters["replays_begin"] for one in many):

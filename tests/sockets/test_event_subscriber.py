@@ -313,7 +313,8 @@ async def test_an_engine_of_another_block_size_is_refused_and_the_reason_said(en
 @pytest.mark.parametrize("where", ["events", "side", "replay"])
 async def test_b80_an_address_that_is_none_is_said(endpoint, caplog, where):
     index = PrefixIndex(BLOCK_SIZE)
-    subscriber = Subscriber("http://127.0.0.1:1", index, None, **{"events": endpoint, where: "nonsense"})
+    notice = EventsNotice(**{"events": endpoint, "block_size": 0, where: "nonsense"})
+    subscriber = Subscriber("http://127.0.0.1:1", index, None, configured=notice)
     subscriber.start()
     await becomes(lambda: "nonsense" in caplog.text)
     await subscriber.close()
@@ -455,7 +456,7 @@ async def test_without_events_the_snapshots_do(endpoint, caplog, monkeypatch):
         assert "tcp://*:PORT" in caplog.text and not subscriber.counters["errors"]
 
 
-async def test_an_engine_without_snapshots_reports_its_load(endpoint):
+async def test_an_engine_without_snapshots_reports_its_load(endpoint, monkeypatch):
     """As V1 with the plugin: each rank has an address of its own for it, and a router adds the ranks up."""
     front, seen = Front(), []
     front.engine = FakeEngine(endpoint)
@@ -473,6 +474,9 @@ async def test_an_engine_without_snapshots_reports_its_load(endpoint):
         together, age_s = load_of([spoken, spoken])
         assert together == m.EngineLoad(running=6, used_blocks=20, total_blocks=2000) and age_s >= 0
         assert spoken.connected and silent.connected, "events do not need a load"
+        monkeypatch.setattr(followers, "LOST_S", 2.0)
+        since_s = time.monotonic()
+        await becomes(lambda: spoken.load_age_s < time.monotonic() - since_s, lambda: spoken.counters)
         front.engine.close()  # it comes again, with a side socket elsewhere
         front.engine = FakeEngine(endpoint)
         front.engine.load = m.EngineLoad(running=1, total_blocks=1000)

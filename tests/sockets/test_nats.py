@@ -250,7 +250,8 @@ def test_what_does_not_fit_is_named_and_the_broker_counts_as_away(server, prefix
     assert len(told) == 1 and "no work queue" in told[0] and "nats_prefix" in told[0], "said once"
 
 
-def test_b26_storage_that_is_taken_away_is_made_again(server, prefix, speaker):
+def test_b26_storage_that_is_taken_away_is_made_again(server, prefix, speaker, monkeypatch):
+    monkeypatch.setattr(nats_store, "REQUEST_S", 5.0)  # each waits for one that nobody answers any more
     d, p = know_each_other(speaker(m.Role.DECODE), speaker(m.Role.PREFILL))
     before = d.view.broker
 

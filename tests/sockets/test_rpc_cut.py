@@ -68,6 +68,11 @@ class CutWire:
                     self._selector.unregister(key.fileobj)
 
 
+@pytest.fixture(autouse=True)
+def soon_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "SILENT_MS", 2000)
+
+
 @pytest.fixture
 def context() -> Iterator[zmq.Context]:
     context = zmq.Context()

@@ -165,6 +165,15 @@ def test_every_script_of_the_lab_makes_figures_of_the_pages_that_it_names():
             assert f"lab/{script}" in (lab / page).read_text(), f"{script}: {page}"
 
 
+def test_every_heavy_proof_is_listed_and_no_other():
+    page = section("testing.md", "Heavy proofs")
+    rows = re.findall(r"^\| (`tests/.*?)(?=: |, [^`])", page, re.MULTILINE)
+    listed = {name for row in rows for name in re.findall(r"`(.*?)`", row)}
+    marked = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")
+              if re.search(r"mark\.heavy\b", path.read_text())}
+    assert listed <= marked and not {name for name in marked if name not in page}
+
+
 def test_every_result_is_linked():
     linked = {(document.parent / target).resolve() for document in DOCUMENTS
               for target in re.findall(r"\]\(([^)\s#]+)\)", document.read_text())}

@@ -24,7 +24,7 @@ from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.prefill import PrefillHandover
 from vllm_pd.handover.progress import Progress
 from vllm_pd.peer.control import MessageSource
-from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.degraded import DegradedReason
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
@@ -599,7 +599,7 @@ def test_b27_a_d_that_could_not_be_added_is_added_again_after_a_pause(pair, unad
 def test_b27_a_p_that_could_not_add_any_d_says_so_and_why(pair, unadded):
     """Where an operator looks: /pd/status, `vllm-pd status`, vllm:pd_degraded."""
     degraded = pair.p.operators.degraded()
-    assert degraded.cause is Cause.PEER and "add decode engine d: no descriptor is left" in degraded.detail
+    assert degraded.reason is DegradedReason.PEER and "add decode engine d: no descriptor is left" in degraded.detail
     status = pair.p.operators.status(0)
     assert status.degraded == f"peer: {degraded.detail}" and status.gauges["unadded"] == 1
     other = msgspec.structs.replace(D, incarnation="d2")
@@ -811,7 +811,7 @@ def test_b27_d_takes_its_prompts_to_other_ps_than_the_one_that_it_is_parted_from
     pair.events.clear()
     assert pair.d.decode.view().prefill_peers == len(pair.d.decode.prefill_loads().busy) == 0
     degraded = pair.d.operators.degraded()
-    assert degraded.cause is Cause.PEER and "both make new agents" in degraded.detail
+    assert degraded.reason is DegradedReason.PEER and "both make new agents" in degraded.detail
     assert "p" in pair.d.deaths.watched_peers().busy and not pair.d.decode.knows_holder("p")
     job = put()
     assert job.avoid == ("x", "p")
@@ -828,7 +828,7 @@ def test_b27_d_takes_its_prompts_to_other_ps_than_the_one_that_it_is_parted_from
 def test_b27_a_p_that_is_parted_from_every_d_says_so(pair, unread):
     pair.p.operators.set_role(m.Role.PREFILL)
     degraded = pair.p.operators.degraded()
-    assert degraded.cause is Cause.PEER and "both make new agents" in degraded.detail
+    assert degraded.reason is DegradedReason.PEER and "both make new agents" in degraded.detail
     other = msgspec.structs.replace(D, incarnation="d2")
     pair.p.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [P, D, other], 0))
     pair.p.control.receive(MessageSource.DECODE, "d2", m.HelloReply(other, b""))
@@ -1095,4 +1095,4 @@ def test_b42_an_engine_that_is_parted_from_its_only_peer_says_so_beside_one_that
     both.control.receive(MessageSource.BROKER, "b", m.Peers("b", 2, [both.member, other], 0))
     both.decode.read_ended(begin_read(both), "failed", may_land=True)
     degraded = both.operators.degraded()
-    assert degraded.cause is Cause.PEER and "both make new agents" in degraded.detail
+    assert degraded.reason is DegradedReason.PEER and "both make new agents" in degraded.detail

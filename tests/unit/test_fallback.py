@@ -14,7 +14,7 @@ from vllm_pd.decisions.fallback import (
 )
 from vllm_pd.decisions.policy import Decision, Reason
 
-HERE, WAIT, REFUSED = FallbackAnswer.HERE, FallbackAnswer.WAIT, FallbackAnswer.REFUSE
+LOCAL, WAIT, REFUSED = FallbackAnswer.LOCAL, FallbackAnswer.WAIT, FallbackAnswer.REFUSE
 
 
 class Prompts:
@@ -42,19 +42,19 @@ def test_which_decisions_are_fallbacks(reason, remote):
 
 def test_no_more_than_the_bound_is_here_at_a_time():
     one = Prompts()
-    assert one.ask(0.0, "a", 60) is HERE
+    assert one.ask(0.0, "a", 60) is LOCAL
     one.begin("a", 60)
     assert one.ask(0.0, "b", 41) is WAIT
     one.fallbacks.begin_round()
     one.left["a"] = 59
-    assert one.ask(0.1, "b", 41) is HERE
+    assert one.ask(0.1, "b", 41) is LOCAL
     one.begin("b", 41)
     assert one.fallbacks.tokens_here() == 100 and not one.fallbacks.waiting
     one.fallbacks.begin_round()
     assert one.ask(0.2, "c", 1) is WAIT
     one.left["a"] = one.left["b"] = 0
     one.fallbacks.begin_round()
-    assert one.ask(0.3, "c", 100) is HERE
+    assert one.ask(0.3, "c", 100) is LOCAL
 
 
 @pytest.mark.parametrize("rule", [FallbackRule.BOUNDED, FallbackRule.REFUSE])
@@ -75,13 +75,13 @@ def test_a_prompt_that_is_larger_than_the_bound_goes_alone():
     assert one.ask(0.0, "large", 1000) is WAIT
     one.left["a"] = 0
     one.fallbacks.begin_round()
-    assert one.ask(1.0, "large", 1000) is HERE
+    assert one.ask(1.0, "large", 1000) is LOCAL
     one.begin("large", 1000)
     one.fallbacks.begin_round()
     assert one.ask(1.0, "b", 1) is WAIT
     one.left["large"] = 99
     one.fallbacks.begin_round()
-    assert one.ask(2.0, "b", 1) is HERE, "with what is left of it there is room"
+    assert one.ask(2.0, "b", 1) is LOCAL, "with what is left of it there is room"
 
 
 def test_short_ones_do_not_pass_one_that_waits_for_room():
@@ -91,7 +91,7 @@ def test_short_ones_do_not_pass_one_that_waits_for_room():
     assert one.ask(0.0, "long", 90) is WAIT and one.ask(0.0, "short", 1) is WAIT
     one.left["a"] = 10
     one.fallbacks.begin_round()
-    assert one.ask(0.1, "long", 90) is HERE
+    assert one.ask(0.1, "long", 90) is LOCAL
     one.begin("long", 90)
     assert one.ask(0.1, "short", 1) is WAIT
 
@@ -122,7 +122,7 @@ def test_refuse_computes_none_here_and_waits_only_for_what_may_pass(reason):
 
 def test_bounded_has_room_for_one_whose_attempts_are_used_up():
     one = Prompts()
-    assert one.ask(0.0, "a", 60, Reason.RETRY) is HERE
+    assert one.ask(0.0, "a", 60, Reason.RETRY) is LOCAL
     one.begin("a", 60)
     assert one.ask(0.0, "b", 60, Reason.RETRY) is WAIT
 
@@ -170,8 +170,8 @@ def test_any_history(steps, rule, wait_s):
         for prompt, (tokens, why) in list(queue.items()):
             asked.setdefault(prompt, now)
             answer = one.ask(now, prompt, tokens, why)
-            assert answer is not HERE or rule is FallbackRule.BOUNDED
-            if answer is HERE:
+            assert answer is not LOCAL or rule is FallbackRule.BOUNDED
+            if answer is LOCAL:
                 one.begin(prompt, tokens)
             if answer is WAIT:
                 assert now < asked[prompt] + wait_s and prompt in one.fallbacks.waiting

@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from vllm_pd.peer.control import MessageSource
-from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.degraded import DegradedReason
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import (
@@ -552,7 +552,8 @@ def test_b107_an_engine_that_can_make_no_new_agents_works_with_nobody_until_it_c
         far.d.transport.not_renewed("fab0 is down")
         far.passes(0.25)
         degraded = far.d.operators.degraded()
-        assert degraded.cause is Cause.AGENTS and degraded.detail.endswith("new transfer agents: fab0 is down")
+        assert degraded.reason is DegradedReason.AGENTS
+        assert degraded.detail.endswith("new transfer agents: fab0 is down")
         assert not far.d.state.hands_over and not far.d.state.takes_jobs
     far.passes(MAX_PAUSE_S)
     far.renew(far.d)

@@ -12,7 +12,7 @@ from vllm_pd.decisions.policy import Reason
 from vllm_pd.events.metrics import EventFamilies
 from vllm_pd.handover import metrics
 from vllm_pd.peer.agent import ControlAgent
-from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.degraded import DegradedReason
 from vllm_pd.peer.liveness.process import local_member
 from vllm_pd.protocol.actions import AttemptEnd, FallbackReason
 from vllm_pd.protocol.messages import PROTOCOL, DenyReason, Fingerprint, Role
@@ -73,7 +73,7 @@ def test_b97_every_family_of_upstreams_is_described():
     assert families == set(re.findall(r"`(vllm:(?!pd_)\w+)`", section.partition("\nBeside them")[0]))
 
 
-@pytest.mark.parametrize("words", [Reason, FallbackReason, AttemptEnd, metrics.STAGES, Cause, BLOCK_EVENTS,
+@pytest.mark.parametrize("words", [Reason, FallbackReason, AttemptEnd, metrics.STAGES, DegradedReason, BLOCK_EVENTS,
                                    LOAD_OUTCOMES, FAR_EVENTS, FAR_OUTCOMES, FAR_FAILURES, FAR_REFUSALS], ids=str)
 def test_every_label_is_described(words):
     """Each value that a label takes."""

@@ -5,7 +5,7 @@ import pytest
 
 from vllm_pd.peer.control import RECONNECT_POLL_S, MessageSource
 from vllm_pd.peer.credits import JobCredits
-from vllm_pd.peer.degraded import Cause, Degraded, DegradedLog
+from vllm_pd.peer.degraded import Degraded, DegradedLog, DegradedReason
 from vllm_pd.peer.own_jobs import PERIODS, PrefillLoads
 from vllm_pd.peer.protocol import PeerProtocol
 from vllm_pd.protocol import messages as m
@@ -324,29 +324,29 @@ def due(protocol):
     transmitted(protocol)
 
 
-def cause(protocol):
+def reason(protocol):
     degraded = protocol.operators.degraded()
-    return None if degraded is None else degraded.cause
+    return None if degraded is None else degraded.reason
 
 
 def test_b42_an_engine_says_why_it_has_nobody_to_work_with(protocol):
     """B42: and its engine is woken for each change, for the gauge."""
     listed(protocol)
-    assert cause(protocol) is Cause.PEER and protocol.control.announce()
+    assert reason(protocol) is DegradedReason.PEER and protocol.control.announce()
     listed(protocol, prefill_engine(block_size=32))
-    assert cause(protocol) is Cause.MISMATCH and protocol.control.announce()
+    assert reason(protocol) is DegradedReason.MISMATCH and protocol.control.announce()
     assert all(word in protocol.operators.degraded().detail for word in ("block_size", "16", "32"))
     listed(protocol, prefill_engine())
-    assert cause(protocol) is Cause.PEER, "it has not reached us yet"
+    assert reason(protocol) is DegradedReason.PEER, "it has not reached us yet"
     protocol.control.receive(MessageSource.PREFILL, "p", m.Hello(prefill_engine(), b"its memory"))
     due(protocol)
-    assert cause(protocol) is None and protocol.control.announce()
+    assert reason(protocol) is None and protocol.control.announce()
     due(protocol)
     assert not protocol.control.announce(), "nothing is new"
     protocol.control.transmit_failed(m.Withdraw(m.Attempt("us", "r", 0)))
-    assert cause(protocol) is Cause.BROKER and CONFIG.broker in protocol.operators.degraded().detail
+    assert reason(protocol) is DegradedReason.BROKER and CONFIG.broker in protocol.operators.degraded().detail
     protocol.operators.drain()
-    assert cause(protocol) is None, "it is to have none"
+    assert reason(protocol) is None, "it is to have none"
 
 
 def test_b107_an_engine_with_clients_that_has_lost_its_peers_only_decodes(protocol):
@@ -369,7 +369,7 @@ def test_b42_b107_an_engine_whose_machine_has_lost_its_address_says_so(protocol,
     other = msgspec.structs.replace(prefill_engine(), role=m.Role.DECODE)
     listed(protocol, other)
     protocol.control.receive(MessageSource.DECODE, "p", m.HelloReply(other, b"its memory"))
-    assert cause(protocol) is None
+    assert reason(protocol) is None
     for is_here in (False, True):
         for _ in range(2):
             protocol.deaths.address_is_here("10.0.0.6", is_here)
@@ -378,25 +378,25 @@ def test_b42_b107_an_engine_whose_machine_has_lost_its_address_says_so(protocol,
         assert [one.jobs for one in found if isinstance(one, m.Credit)] == [3 if is_here else 0]
         assert [one.member.draining for one in found if isinstance(one, m.Register)] == [not is_here]
         assert protocol._core.prefill_half.renews is is_here
-        assert cause(protocol) is (None if is_here else Cause.ADDRESS)
+        assert reason(protocol) is (None if is_here else DegradedReason.ADDRESS)
         assert caplog.text.count("does not have the address 10.0.0.6 of this engine") == 1
         assert caplog.text.count("of this engine again") == is_here
         if not is_here:
             assert "10.0.0.6" in protocol.operators.degraded().detail
     protocol.deaths.address_is_here("10.0.0.6", False)
     protocol.operators.drain()
-    assert cause(protocol) is None, "it is to have nobody"
+    assert reason(protocol) is None, "it is to have nobody"
 
 
 def test_b42_a_prefill_engine_wants_decode_engines(protocol):
     """B42: those that have answered it."""
     protocol.operators.set_role(m.Role.PREFILL)
     listed(protocol, prefill_engine())
-    assert cause(protocol) is Cause.PEER
+    assert reason(protocol) is DegradedReason.PEER
     other = msgspec.structs.replace(prefill_engine(), role=m.Role.DECODE)
     listed(protocol, other)
     protocol.control.receive(MessageSource.DECODE, "p", m.HelloReply(other, b"its memory"))
-    assert cause(protocol) is None
+    assert reason(protocol) is None
 
 
 def test_after_its_thread_has_died_an_engine_stays_alone(protocol):
@@ -406,7 +406,7 @@ def test_after_its_thread_has_died_an_engine_stays_alone(protocol):
     ends = events(protocol)
     assert [event.attempt for event in ends] == [open_attempt, open_attempt, late, late]
     assert {event.reason for event in ends if isinstance(event, Fallback)} == {FallbackReason.CONTROL}
-    assert transmitted(protocol) == [] and cause(protocol) is Cause.CONTROL
+    assert transmitted(protocol) == [] and reason(protocol) is DegradedReason.CONTROL
 
 
 @pytest.mark.parametrize("role", m.Role)
@@ -422,7 +422,7 @@ def test_b96_an_engine_with_other_weights_works_with_nobody(protocol, role):
     assert [event.hold for event in events(protocol) if isinstance(event, HoldEnded)] == [hold]
     assert not protocol.prefill.hold(m.Attempt("us", "later", 0), b"digest", [1, 2])
     assert not protocol.state.hands_over
-    assert cause(protocol) is Cause.WEIGHTS and "restart" in protocol.operators.degraded().detail
+    assert reason(protocol) is DegradedReason.WEIGHTS and "restart" in protocol.operators.degraded().detail
     protocol.control.handle_timeout()
     found = transmitted(protocol)
     assert not any(one.jobs for one in found if isinstance(one, m.Credit))
@@ -441,7 +441,7 @@ def test_what_a_dead_engine_said_comes_too_late(protocol):
 
 def test_b42_the_log_says_each_cause_once_when_it_lasts():
     """B42: not at every restart of somebody, and not at every request."""
-    log, peer = DegradedLog(5.0), Degraded(Cause.PEER, "no prefill engine is there")
+    log, peer = DegradedLog(5.0), Degraded(DegradedReason.PEER, "no prefill engine is there")
     assert [log.line(now, peer) for now in (0.0, 4.0)] == [None, None]
     assert "degraded (peer): no prefill engine is there" in log.line(5.0, peer)
     assert log.line(6.0, peer) is log.line(60.0, peer) is None

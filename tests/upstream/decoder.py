@@ -51,7 +51,7 @@ class Peers(FakePeers):
         self.prefills = prefills
 
     def choose_remote_prefill(self, seq_group, num_cached_tokens):
-        return self.prefills.choose(seq_group, num_cached_tokens)
+        return self.prefills.decide_and_commit(seq_group, num_cached_tokens)
 
     def start_remote_prefill(self, attempt, seq_group, block_ids, num_cached_tokens) -> None:
         super().start_remote_prefill(attempt, seq_group, block_ids, num_cached_tokens)

@@ -23,6 +23,7 @@ from vllm.distributed import kv_events as upstream
 from tests.fakes.simulated_engine import SimulatedEngine
 from tests.waiting import becomes
 from vllm_pd.events.announcer import EventAnnouncer
+from vllm_pd.events.notice import EventsNotice
 from vllm_pd.events.side import SidePort
 from vllm_pd.events.sink import BlockSink
 from vllm_pd.router.events.subscriber import Subscriber
@@ -179,7 +180,7 @@ class Wire:
 @contextlib.asynccontextmanager
 async def watched(events: str, replay: str | None):
     index = PrefixIndex(BLOCK_SIZE)
-    subscriber = Subscriber("http://127.0.0.1:1", index, None, events=events, replay=replay, topic=TOPIC)
+    subscriber = Subscriber("http://127.0.0.1:1", index, None, configured=EventsNotice(events, 0, replay, TOPIC))
     subscriber.start()
     try:
         yield index, subscriber

@@ -125,7 +125,7 @@ def test_b8_a_preempted_request_is_no_prompt_any_more(decoder):
     [group] = decoder.engine.scheduler.running
     assert group.first_seq.get_output_len() == 2
     decoder.engine.scheduler.disagg = decoder.engine.peers
-    assert decoder.prefills.choose(group, 0) is None
+    assert decoder.prefills.decide_and_commit(group, 0) is None
 
 
 @pytest.mark.parametrize("released_first", [False, True])

@@ -148,6 +148,7 @@ def test_b20_the_search_finds_an_engine_that_sleeps_after_a_step_that_preempts(m
         after_schedule(binding, output, throttled)
 
     monkeypatch.setattr(V1Handover, "after_schedule", without_preemptions)
+    monkeypatch.setattr("tests.v1.test_machine.shrink", lambda *history: ())
     assert "slept" in first_failure(model_folder, 1, MOST)
 
 

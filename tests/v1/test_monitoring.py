@@ -32,7 +32,7 @@ from tests.v1.simulated import Engine
 from vllm_pd.decisions.policy import Reason
 from vllm_pd.handover import metrics
 from vllm_pd.handover.metrics import HandoverFamilies
-from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.degraded import DegradedReason
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.routes import FORWARDED
 from vllm_pd.rpc.codec import FrameFault
@@ -69,7 +69,7 @@ def check(model_folder) -> ExpressionCheck:
         ("", "job"): jobs,
         ("vllm:pd_decisions_total", "decision"): ("remote", "local", "refused"),
         ("vllm:pd_decisions_total", "reason"): list(Reason),
-        ("vllm:pd_degraded", "reason"): list(Cause),
+        ("vllm:pd_degraded", "reason"): list(DegradedReason),
         ("vllm:pd_attempts_total", "outcome"): metrics.OUTCOMES,
         ("vllm:pd_handover_seconds_bucket", "stage"): metrics.STAGES,
         ("vllm:pd_frames_dropped_total", "kind"): [f"link_frame_{fault}" for fault in FrameFault],

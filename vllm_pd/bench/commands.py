@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_pd.bench.options import ConversationShape, DpLoad, RouterLoad
 from vllm_pd.bench.outputs import require_file, require_picture, write_json
 from vllm_pd.bench.serve.settings import ServeBench
 from vllm_pd.bench.share.options import ShareBench
@@ -106,7 +107,9 @@ def handover(decode: MaybeUrls = None, prefill: MaybeUrls = None, state: State =
 
 
 @bench_app.command()
-def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small model; may be given more than once.")],
+@takes_settings
+def dp(load: DpLoad,
+       model: Annotated[list[Path], typer.Option(help="The folder of a small model; may be given more than once.")],
        size: Annotated[list[int] | None, typer.Option(help="How many ranks; may be given more than once. Default "
                                                             "2.")] = None,
        other: Annotated[Path | None, typer.Option(help="Also measure the vLLM in this folder, e.g. one without our "
@@ -115,10 +118,6 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
                                                     "the first step and then at every N-th; 0: not.")] = 0,
        backend: Annotated[list[str] | None, typer.Option(help="How our ranks talk: shared-memory or network; may be "
                                                               "given more than once. Default shared-memory.")] = None,
-       bursts: Annotated[int, typer.Option(help="How many requests, one at a time, from idle to idle.")] = 30,
-       requests: Annotated[int, typer.Option(help="How many requests a round under load has.")] = 60,
-       rounds: Annotated[int, typer.Option(help="How many rounds under load, of which the median counts.")] = 5,
-       seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
        logs: Annotated[Path, typer.Option(help="Folder for the engines' output.")] = Path("."),
        picture: Annotated[Path | None, typer.Option(help="Also draw the ranks' steps, as PNG.",
                                                     callback=_picture)] = None,
@@ -128,8 +127,8 @@ def dp(model: Annotated[list[Path], typer.Option(help="The folder of a small mod
     from vllm_pd.bench.dp import report
     from vllm_pd.bench.dp.measure import DpBench, measure, variants
     compared = variants(other, backend or ["shared-memory"], stop_every)
-    found = measure(DpBench(tuple(model), tuple(size or [2]), compared, bursts, requests, rounds, seed), logs,
-                    typer.echo)
+    bench = DpBench(**vars(load), models=tuple(model), sizes=tuple(size or [2]), variants=compared)
+    found = measure(bench, logs, typer.echo)
     print_table(report.table(found))
     typer.echo(f"the same tokens from every group of a model: {'yes' if found['same_tokens'] else 'NO'}")
     if picture is not None:
@@ -157,23 +156,15 @@ def dp_ranks(ranks: Annotated[list[int] | None, typer.Option(help="How many rank
 
 
 @bench_app.command("router")
+@takes_settings
 def bench_router(
+        load: RouterLoad,
         router: Annotated[list[str] | None, typer.Option("--router", metavar="NAME=COMMAND", help="Another router to "
             "measure: how to start it, with {port}, {workers} (one argument for each worker's URL) or "
             "--flag={worker}, and {free} for a free port; may be repeated.")] = None,
         ours: Annotated[list[str] | None, typer.Option(metavar="NAME=ARGS", help="Our router with these arguments "
             "behind `vllm-pd router`; may be repeated. Default: one with no arguments.")] = None,
         workers: Annotated[int | None, typer.Option(help="How many dummy workers: 2, or 4 with --hit-rate.")] = None,
-        requests: Annotated[int, typer.Option(help="How many requests, one at a time, of each kind.")] = 500,
-        tokens: Annotated[int, typer.Option(help="How many tokens each answer has.")] = 16,
-        prompt_tokens: Annotated[int, typer.Option(help="About how long each prompt is.")] = 256,
-        clients: Annotated[int, typer.Option(help="Of the closed loop.")] = 32,
-        streams: Annotated[int, typer.Option(help="How many clients read paced streams.")] = 16,
-        rounds: Annotated[int, typer.Option(help="How many slices of time each router gets in a phase.")] = 5,
-        slice_s: Annotated[float, typer.Option(help="How long a slice is.")] = 2.0,
-        block_size: Annotated[int, typer.Option(help="Have the workers publish KV events, made up, of blocks of so "
-                                                     "many tokens; 0: none.")] = 0,
-        seed: Annotated[int, typer.Option(help="Of the prompts and of the order.")] = 0,
         hit_rate: Annotated[bool, typer.Option("--hit-rate", help="Instead: the prefix hits that our policies get out "
             "of a trace on simulated workers, beside what any could get. Of the other options only --workers, "
             "--prefill, --seed, --picture and --output count.")] = False,
@@ -192,16 +183,16 @@ def bench_router(
     from vllm_pd.bench.router import RouterBench, measure
     from vllm_pd.bench.servers import RouterCommand
     if hit_rate and prefill:
-        measure_prefill_hits(prefill, workers, seed, output)
+        measure_prefill_hits(prefill, workers, load.seed, output)
         return
     if hit_rate:
-        measure_hit_rate(workers, seed, picture, output)
+        measure_hit_rate(workers, load.seed, picture, output)
         return
     routers = [*map(RouterCommand.ours, ours or ["vllm-pd="]), *map(RouterCommand.parse, router or ())]
-    found = measure(RouterBench(tuple(routers), 2 if workers is None else workers, requests, tokens, prompt_tokens,
-                                clients, streams, slice_s, rounds, block_size=block_size, seed=seed,
-                                load_cores=parse_cores("--load-cores", load_cores),
-                                router_cores=parse_cores("--router-cores", router_cores)), log, typer.echo)
+    bench = RouterBench(**vars(load), routers=tuple(routers), workers=2 if workers is None else workers,
+                        load_cores=parse_cores("--load-cores", load_cores),
+                        router_cores=parse_cores("--router-cores", router_cores))
+    found = measure(bench, log, typer.echo)
     print_table(router_report.table(found), WIDE)
     if picture is not None:
         router_report.picture(found, picture)
@@ -228,7 +219,9 @@ def measure_prefill_hits(prefills: int, workers: int | None, seed: int, output: 
 
 
 @bench_app.command("policies")
+@takes_settings
 def bench_policies(
+        chats: ConversationShape,
         tokenizer: Annotated[str, typer.Option(help="The engines' model or its folder.")],
         worker: Annotated[list[str] | None, typer.Option(help="The base URL of a running engine; at least "
                                                               "two.")] = None,
@@ -236,28 +229,19 @@ def bench_policies(
         policy: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: kv, round-robin and "
                                                               "least-load.")] = None,
         rounds: Annotated[int, typer.Option(help="How many times each policy gets the conversations.")] = 1,
-        conversations: Annotated[int, typer.Option(help="How many.")] = 20,
-        conversations_per_s: Annotated[float, typer.Option(help="How many begin in a second.")] = 0.5,
-        turns: Annotated[int, typer.Option(help="Questions in each.")] = 3,
-        system_prompts: Annotated[int, typer.Option(help="How many different ones.")] = 6,
-        system_words: Annotated[int, typer.Option(help="Their length, about half of their tokens.")] = 140,
-        seed: Annotated[int, typer.Option(help="Of the conversations and of the order.")] = 0,
         log: Annotated[Path, typer.Option(help="A file for the routers' output.", callback=_file)] = Path(os.devnull),
         picture: Picture = None,
         output: Output = None) -> None:
     """Measure hit rate and TTFT of the router's policies before running engines, whose caches this empties."""
     require_extra("bench")
     from vllm_pd.bench import policies
-    from vllm_pd.bench.conversations import ConversationShape
     from vllm_pd.router.policy import Policy
     wrong = [name for name in policy or () if name not in set(Policy)]
     if wrong:
         raise ConfigError("--policy", wrong[0], f"write one of {', '.join(Policy)}")
-    shape = ConversationShape(conversations=conversations, conversations_per_s=conversations_per_s, turns=turns,
-                              system_prompts=system_prompts, system_words=system_words, seed=seed)
     chosen = tuple(map(Policy, policy)) if policy else policies.DEFAULT
     workers = known_urls(state, {"worker": worker})["worker"]
-    found = policies.measure(policies.PolicyBench(workers, tokenizer, chosen, rounds, shape), log, typer.echo)
+    found = policies.measure(policies.PolicyBench(workers, tokenizer, chosen, rounds, chats), log, typer.echo)
     typer.echo(json.dumps(found["policies"], indent=2))
     if picture is not None:
         policies.picture(found, picture)

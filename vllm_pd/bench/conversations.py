@@ -15,25 +15,11 @@ from typing import Any
 
 from vllm_pd.bench.connection import LoadConnection, LoadError
 from vllm_pd.bench.load import GenerationRequest, generate
+from vllm_pd.bench.options import ConversationShape
 from vllm_pd.errors import PDError
 
 ANSWER_TIMEOUT_S = 180.0
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
-
-
-@dataclass(frozen=True)
-class ConversationShape:
-    """The shape of the load. Lengths in words, about two tokens each; times in seconds."""
-    conversations: int = 20
-    conversations_per_s: float = 0.5
-    system_prompts: int = 6
-    system_words: int = 140
-    popularity: float = 1.0  # exponent of the Zipf law by which system prompts are chosen
-    turns: int = 3
-    question_words: int = 12
-    answer_tokens: int = 12
-    pause_s: float = 4.0  # mean of an exponential
-    seed: int = 0
 
 
 @dataclass(frozen=True)

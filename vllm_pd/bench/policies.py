@@ -25,7 +25,8 @@ from typing import Any, TextIO
 
 from vllm_pd.bench.checks import require_at_least, require_healthy
 from vllm_pd.bench.connection import LoadError, call, served_model
-from vllm_pd.bench.conversations import Conversation, ConversationShape, ConversationTurn, hold, make
+from vllm_pd.bench.conversations import Conversation, ConversationTurn, hold, make
+from vllm_pd.bench.options import ConversationShape
 from vllm_pd.bench.report import MS, ShowLine, summary
 from vllm_pd.bench.servers import RouterCommand, Server, Servers, log_to
 from vllm_pd.bench.simulation import oracle

@@ -35,6 +35,7 @@ from vllm_pd.bench.connection import LoadConnection, LoadError
 from vllm_pd.bench.dummy import DummyDelays
 from vllm_pd.bench.dummy_client import RequestShape
 from vllm_pd.bench.load import LoadSlice, RequestTiming, closed_loop
+from vllm_pd.bench.options import RouterLoad
 from vllm_pd.bench.report import MS, ShowLine, quantile_grid, summary
 from vllm_pd.bench.servers import RouterCommand, Server, Servers, log_to
 from vllm_pd.errors import ConfigError
@@ -46,21 +47,12 @@ SHOWN_ERRORS = 5
 
 
 @dataclass(frozen=True)
-class RouterBench:
+class RouterBench(RouterLoad):
     """The command line of `vllm-pd bench router`."""
-    routers: tuple[RouterCommand, ...]
+    routers: tuple[RouterCommand, ...] = ()
     workers: int = 2
-    requests: int = 500
-    tokens: int = 16
-    prompt_tokens: int = 256
-    clients: int = 32
-    streams: int = 16
-    slice_s: float = 2.0
-    rounds: int = 5
     first_s: float = 0.02
     gap_s: float = 0.01
-    block_size: int = 0
-    seed: int = 0
     load_cores: tuple[int, ...] = ()
     router_cores: tuple[int, ...] = ()
 

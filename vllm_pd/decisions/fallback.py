@@ -41,7 +41,7 @@ class FallbackConfig(msgspec.Struct, frozen=True):
 
 class FallbackAnswer(Enum):
     """What a fallback may do now."""
-    HERE = "here"  # be computed here
+    LOCAL = "local"  # be computed here
     WAIT = "wait"
     REFUSE = "refuse"
 
@@ -86,7 +86,7 @@ class Fallbacks(Generic[P]):
         asked any number of times; it waits from the first time on, until it is begun, refused or forgotten."""
         bounded = self._config.rule is FallbackRule.BOUNDED
         if bounded and not self._room_awaited and self._has_room(tokens):
-            return FallbackAnswer.HERE
+            return FallbackAnswer.LOCAL
         crowded = prompt not in self._deadlines and len(self._deadlines) >= MAX_WAITING
         deadline = self._deadlines.setdefault(prompt, now + self._config.wait_s)
         if crowded or now >= deadline or not bounded and reason is Reason.RETRY:  # no peer would have it later
@@ -96,7 +96,7 @@ class Fallbacks(Generic[P]):
         return FallbackAnswer.WAIT
 
     def begin(self, prompt: P, tokens: int) -> None:
-        """It is computed here from now on, by the answer HERE."""
+        """It is computed here from now on, by the answer LOCAL."""
         self.forget(prompt)
         self._here[prompt] = tokens
 

@@ -114,7 +114,8 @@ def may_read_hold(request: PolicyInput, config: PolicyConfig) -> bool:
 
 
 def decide(request: PolicyInput, config: PolicyConfig, own: OwnPolicy | None = None) -> Decision:
-    """Whether this prompt is prefilled by another engine. `own`: the operator's judgement of what is worth it."""
+    """Whether this prompt is prefilled by another engine. `own`: the operator's class, which decides what is worth
+    it."""
     wanted = worth(request, config, own)
     reason = _reason_to_stay(request, config) if wanted.remote else wanted.reason
     return wanted if reason is None else Decision(False, reason, wanted.expected)

@@ -106,9 +106,9 @@ class DecodeHandover(ABC, Generic[R]):
                                 for attempt in self._attempts.values()),
                 "resumed": len(self._resuming)}
 
-    def choose(self, request: R, cached_tokens: int) -> Attempt | None:
-        """The attempt under which the prompt is to be prefilled elsewhere, or None. `decide` and `commit` in one, for
-        a scheduler that acts on the answer at once."""
+    def decide_and_commit(self, request: R, cached_tokens: int) -> Attempt | None:
+        """The attempt under which the prompt is to be prefilled elsewhere, or None. For a scheduler that
+        acts on the answer at once."""
         decision = self.decide(request, cached_tokens)
         return None if decision is None else self.commit(request, decision)
 
@@ -331,8 +331,8 @@ class DecodeHandover(ABC, Generic[R]):
     @property
     def quarantined_blocks(self) -> int:
         """How many blocks of attempts that have ended a peer may still write."""
-        given_up = self._quarantined() if self._attempts else ()
-        return sum(remote.blocks for attempt, remote in self._attempts.items() if attempt in given_up)
+        quarantined = self._quarantined() if self._attempts else ()
+        return sum(remote.blocks for attempt, remote in self._attempts.items() if attempt in quarantined)
 
     @property
     def set_aside_blocks(self) -> int:

@@ -119,7 +119,7 @@ class Handover(ABC):
         degraded = self.protocol.operators.degraded()
         if degraded != self._degraded:
             self._degraded = degraded
-            self._metrics.degraded(None if degraded is None else degraded.cause.value)
+            self._metrics.degraded(None if degraded is None else degraded.reason.value)
 
     def _report_load(self) -> None:
         """Pass the present load on to the protocol, which sends it with each heartbeat."""

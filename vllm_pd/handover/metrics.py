@@ -2,7 +2,7 @@
 """What an engine counts about handing prefills over, as it appears on /metrics."""
 
 from vllm_pd.metrics import FamilyCollector
-from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.degraded import DegradedReason
 
 STAGES = ("queue", "claim", "prefill", "transfer", "first_step")
 OUTCOMES = ("done", "failed", "cancelled", "expired")
@@ -73,8 +73,8 @@ class PDMetrics:
         self._transfer_bytes = families.transfer_bytes.labels(*labels)
         self._handover = {stage: families.handover.labels(*labels, stage) for stage in STAGES}
         self._parked = families.parked.labels(*labels)
-        for cause in Cause:
-            families.degraded.labels(*labels, cause.value)
+        for one in DegradedReason:
+            families.degraded.labels(*labels, one.value)
         for outcome in OUTCOMES:
             families.attempts.labels(*labels, outcome)
         self._jobs = families.jobs.labels(*labels)
@@ -84,9 +84,9 @@ class PDMetrics:
             families.prefix_reads.labels(*labels, outcome)
 
     def degraded(self, reason: str | None) -> None:
-        """Set why the engine is degraded (a value of `peer.degraded.Cause`); None where it is not."""
-        for cause in Cause:
-            self._families.degraded.labels(*self._labels, cause.value).set(cause.value == reason)
+        """Set why the engine is degraded (a value of `peer.degraded.DegradedReason`); None where it is not."""
+        for one in DegradedReason:
+            self._families.degraded.labels(*self._labels, one.value).set(one.value == reason)
 
     def engine_state(self, role: str, draining: bool, control_dead: bool) -> None:
         """Set the engine's present role, whether it drains, and whether its control thread has ended."""

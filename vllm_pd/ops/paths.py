@@ -42,7 +42,7 @@ _WORDS_AND_CURES = {
     None: ("was not tried, for that engine answers no more", "run this again; it may have ended, or stand still"),
 }
 _FAULT_CURE = ("that of the lines above, if there are any; else look again in a minute: it may be over. What stays has "
-               "another reason than TCP: an engine that stands still, another key, a network of KV that is not TCP")
+               "another reason than TCP: an engine that is stopped, another key, a network of KV that is not TCP")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Cause(StrEnum):
+class DegradedReason(StrEnum):
     """Why an engine is degraded; a label of `vllm:pd_degraded`."""
     BROKER = "broker"  # it does not answer
     PEER = "peer"  # there is no engine to work with
@@ -21,29 +21,29 @@ class Cause(StrEnum):
 
 
 class Degraded(msgspec.Struct, frozen=True):
-    """An engine is degraded. `detail` is for a human, and may change while the cause stays."""
-    cause: Cause
+    """An engine is degraded. `detail` is for a human, and may change while the reason stays."""
+    reason: DegradedReason
     detail: str
 
 
 class DegradedLog:
-    """When to log a change. Each cause once, after it has lasted for `after_s`, so that no start or restart of an
+    """When to log a change. Each reason once, after it has lasted for `after_s`, so that no start or restart of an
     engine is logged; and its end."""
 
     def __init__(self, after_s: float):
         self._after_s = after_s
-        self._cause: Cause | None = None
+        self._reason: DegradedReason | None = None
         self._since = 0.0
-        self._logged: Cause | None = None
+        self._logged: DegradedReason | None = None
 
     def line(self, now: float, degraded: Degraded | None) -> str | None:
         """The line to log now; None where there is nothing to log. To be called at each turn."""
-        cause = None if degraded is None else degraded.cause
-        if cause != self._cause:
-            self._cause, self._since = cause, now
-        if cause == self._logged or now - self._since < self._after_s:
+        reason = None if degraded is None else degraded.reason
+        if reason != self._reason:
+            self._reason, self._since = reason, now
+        if reason == self._logged or now - self._since < self._after_s:
             return None
-        self._logged = cause
+        self._logged = reason
         if degraded is None:
             return "no longer degraded: prompts can be prefilled elsewhere again"
-        return f"degraded ({cause}): {degraded.detail}; all prompts are prefilled where they arrive"
+        return f"degraded ({reason}): {degraded.detail}; all prompts are prefilled where they arrive"

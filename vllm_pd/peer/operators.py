@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from vllm_pd.peer.core import Session, locked
-from vllm_pd.peer.degraded import Cause, Degraded
+from vllm_pd.peer.degraded import Degraded, DegradedReason
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.attempts import AttemptState
 from vllm_pd.transfer.transport import kv_addresses
@@ -76,7 +76,7 @@ class OperatorSession(Session):
         gauges = {**self.counts(), "sockets": sockets, **self.state.gauges()}
         degraded = self.degraded()
         return m.StatusReply(self.state.member(), problem, gauges,
-                             "" if degraded is None else f"{degraded.cause}: {degraded.detail}", self._fences(),
+                             "" if degraded is None else f"{degraded.reason}: {degraded.detail}", self._fences(),
                              self._find_prompt(asked.prompt) if asked.prompt else None, self._measured_paths(),
                              self._core.prompts.newest(asked.prompts) if asked.prompts else None)
 
@@ -90,19 +90,19 @@ class OperatorSession(Session):
     def degraded(self) -> Degraded | None:
         """Why this engine can't hand prefills over, or get any; None where it can, or drains."""
         if self._core.shut_detail:
-            return Degraded(Cause.CONTROL, self._core.shut_detail)
+            return Degraded(DegradedReason.CONTROL, self._core.shut_detail)
         if self.state.has_other_weights:
-            return Degraded(Cause.WEIGHTS, _OTHER_WEIGHTS)
+            return Degraded(DegradedReason.WEIGHTS, _OTHER_WEIGHTS)
         if self.state.draining:
             return None
         if lost := self.state.lost_address:
-            return Degraded(Cause.ADDRESS, f"this machine does not have the address {lost} of this engine any more: "
-                            "give it that address again, or start the engine again at another one")
+            return Degraded(DegradedReason.ADDRESS, f"this machine does not have the address {lost} of this engine any "
+                            "more: give it that address again, or start the engine again at another one")
         if problem := self.state.agents_problem:
-            return Degraded(Cause.AGENTS, "this engine is in doubt about what peers do with its memory, and can't make "
-                            f"new transfer agents: {problem[:MAX_REASON_CHARS]}")
+            return Degraded(DegradedReason.AGENTS, "this engine is in doubt about what peers do with its memory, and "
+                            f"can't make new transfer agents: {problem[:MAX_REASON_CHARS]}")
         if not self._cluster.up:
-            return Degraded(Cause.BROKER, f"the broker {self._core.broker} does not answer")
+            return Degraded(DegradedReason.BROKER, f"the broker {self._core.broker} does not answer")
         decodes, unadded = self.state.role.decodes, self._prefill.unadded_peers()
         unreached = self._prefill.unreached_peers(self._clock())
         if (self._cluster.prefills(self._core.greeted()) if decodes
@@ -110,12 +110,12 @@ class OperatorSession(Session):
             return None
         for name, reason in unadded.items():
             if not decodes and name not in self._parted:
-                return Degraded(Cause.PEER, f"the transport can't add decode engine {name}: {reason}")
+                return Degraded(DegradedReason.PEER, f"the transport can't add decode engine {name}: {reason}")
         mismatch = self._cluster.find_mismatch(self._clock())
         if mismatch is not None and not self._parted:
-            return Degraded(Cause.MISMATCH, f"no peer fits: {mismatch}")
+            return Degraded(DegradedReason.MISMATCH, f"no peer fits: {mismatch}")
         kind = "prefill" if decodes else "decode"
-        return Degraded(Cause.PEER, f"no {kind} engine is there{self._why_not_those(decodes, unreached)}")
+        return Degraded(DegradedReason.PEER, f"no {kind} engine is there{self._why_not_those(decodes, unreached)}")
 
     def _why_not_those(self, decodes: bool, unreached: list[str]) -> str:
         """What keeps this engine from working with the engines that are there, each named."""

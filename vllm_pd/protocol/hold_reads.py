@@ -2,8 +2,8 @@
 """Prefill first, on D: prompts whose KV it reads from the P that holds it.
 
 Life of a read: D claims the hold for an attempt (CLAIMING), gets the ids of P's blocks and has its ranks read them into
-its own (READING); when all of that has ended well the attempt is done, and D tells P. Its end is told once, as that of
-any attempt: `Prefilled`, or `Fallback`, or the engine's own `abort`.
+its own (READING); when all of that has ended well the attempt is done, and D tells P. Its end is reported once, as that
+of any attempt: `Prefilled`, or `Fallback`, or the engine's own `abort`.
 
 An attempt that ends while its ranks read becomes STOPPING: its blocks stay set aside until the ranks have said that no
 byte lands any more, for only they know; then come `Released`, and HoldDone to P. A read that failed, and may still

@@ -248,7 +248,7 @@ class PrefillProtocol:
         return self._peering.introduce_again(now)
 
     def close(self, now: float) -> list[Action]:
-        """See Half. A write that goes on ends with the agents that it goes through, and is told as one that failed."""
+        """See Half. A write that goes on ends with the agents that it goes through, and is reported as failed."""
         return self.holds.close_older()
 
     def retired(self, now: float) -> list[Action]:
@@ -445,7 +445,7 @@ class PrefillProtocol:
         if job.state is JobState.RUNNING:
             self.counters["cancelled"] += 1
             return self._stop(now, job)
-        if job.state is JobState.UNPROVEN:  # what told D so may be lost
+        if job.state is JobState.UNPROVEN:  # the message that says so may be lost
             return self._to_decode(job, m.GaveUp(job.attempt, job.claim, "a write of it failed"))
         if job.state is JobState.STOPPING:
             return self._drop("cancel_duplicate")

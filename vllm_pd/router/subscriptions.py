@@ -104,7 +104,7 @@ class EventSubscriptions:
         """Subscribe to the worker's events if it has any. Where that was done before, ask whether it still fits."""
         if worker.url in self._configured:
             if worker.url not in self._subscribers:
-                self._subscribe(worker, self._block_size, [{"events": events, "replay": replay}
+                self._subscribe(worker, self._block_size, [{"configured": EventsNotice(events, 0, replay)}
                                                            for events, replay in self._configured[worker.url]])
         elif worker.url in self._asking:
             self._asking[worker.url].again.set()

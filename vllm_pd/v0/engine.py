@@ -106,7 +106,7 @@ class V0Handover(Handover, EngineBinding):
         attempt = seq_group.first_seq.remote_decode
         if attempt is not None:
             return attempt if self.prefill_jobs.wants_prefix(attempt, num_cached_tokens) else None
-        return self.remote_prefills.choose(seq_group, num_cached_tokens)
+        return self.remote_prefills.decide_and_commit(seq_group, num_cached_tokens)
 
     def waits_for_sibling(self, seq_group: SequenceGroup) -> bool:
         """Whether a peer prefills the same prompt for another sample of this waiting group's request now. Then the

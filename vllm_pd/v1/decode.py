@@ -84,7 +84,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         if self._awaits_twin(request, cached_tokens, decision) or self._awaits_hit(request, cached_tokens, decision):
             return None
         if (self.falls_back(request, decision)
-                and self._ask(time.monotonic(), request, usable, decision) is not FallbackAnswer.HERE):
+                and self._ask(time.monotonic(), request, usable, decision) is not FallbackAnswer.LOCAL):
             return None
         self._matched[request.request_id] = decision, cached_tokens
         return self._num_remote(request) - cached_tokens if decision.remote else 0
@@ -125,7 +125,7 @@ class ParkedRequests(DecodeHandover["Request"]):
             if decision is not None and self._awaits_twin(request, cached_tokens, decision):
                 self.fallbacks.forget(request)  # as `match` asks it first
             elif decision is not None and self.falls_back(request, decision):
-                goes |= self._ask(now, request, usable, decision) is FallbackAnswer.HERE
+                goes |= self._ask(now, request, usable, decision) is FallbackAnswer.LOCAL
             else:
                 goes = True
         for request in overdue:

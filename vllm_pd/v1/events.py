@@ -96,8 +96,8 @@ def load_reader(scheduler: HandoverScheduling, binding: V1Handover) -> Callable[
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         fenced, parked = binding.fence.attempts(), set(binding.remote_prefills.parked_attempts())
         blocks = {attempt: len(binding.fence.block_ids(attempt)) for attempt in fenced}
-        lasting = binding.protocol.operators.unproven_attempts()  # with reads for peers' jobs that have failed
-        sending = [one for one in fenced if one.incarnation != own and one not in lasting]
+        unproven = binding.protocol.operators.unproven_attempts()  # with reads for peers' jobs that have failed
+        sending = [one for one in fenced if one.incarnation != own and one not in unproven]
         quarantined = [one for one in fenced if one not in parked and one not in sending]
         total = pool.num_gpu_blocks - 1  # the null block is nobody's
         return EngineLoad(

@@ -114,29 +114,40 @@ class BrokerSlot:
         os.kill(self.pid, number)
 
 
-class ChaosFleet:
-    """All processes. `on_message(slot, kind, value)` gets the messages of engines."""
+@dataclass(frozen=True)
+class EngineStart:
+    """What each engine of a fleet is started with: `serve` is the function for `Zygote.fork`, `pd` our settings
+    without the broker's, `llm` the arguments of its vLLM."""
+    serve: str
+    model: str
+    pd: dict
+    llm: dict
+    async_output: bool = False
 
-    def __init__(self, env: Mapping[str, str], model: str, seed: int, pd: dict, serve: str, llm: dict,
-                 cores: list[int], through_proxy: bool, broker: BrokerKind, guarded: bool, async_output: bool) -> None:
+
+class ChaosFleet:
+    """All processes. `on_message(slot, kind, value)` gets the messages of engines. `seed`: of the proxy's faults."""
+
+    def __init__(self, env: Mapping[str, str], engines: EngineStart, cores: list[int], *,
+                 broker: BrokerKind = BrokerKind.OURS, guarded: bool = False, through_proxy: bool = False,
+                 seed: int = 0) -> None:
         self.zygote = Zygote(env)
         self.slots: dict[str, EngineSlot] = {}
         self.on_message: Callable[[EngineSlot, str, object], None] = lambda *_: None
-        self._model, self._serve, self._llm = model, serve, llm
-        self._cores, self._async_output = cores, async_output
+        self._engines, self._cores = engines, cores
         self._selector = selectors.DefaultSelector()
         self._replies: dict[str, object] = {}
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         keys = Keys.make(folder / "cluster.keys") if guarded else None
-        self.broker = BrokerSlot(broker, self.zygote, cores, pd["ttl_s"], keys, folder, self._selector)
+        self.broker = BrokerSlot(broker, self.zygote, cores, engines.pd["ttl_s"], keys, folder, self._selector)
         self._proxy: Connection | None = None
         url = self.broker.url
         if through_proxy:
             _, self._proxy = self.zygote.fork("_chaos.proxy:serve", cores, broker=url, seed=seed)
             url = self._ask_proxy(None)["address"]
             self._selector.register(self._proxy, selectors.EVENT_READ, "the proxy")
-        self._pd = {**pd, "broker": url, **({"keys": str(keys)} if keys is not None else {})}
+        self._pd = {**engines.pd, "broker": url, **({"keys": str(keys)} if keys is not None else {})}
 
     def add(self, name: str, role: Role | None, core: int) -> EngineSlot:
         """A slot with its first engine, which is starting on the core number `core`."""
@@ -149,9 +160,9 @@ class ChaosFleet:
         slot.life += 1
         slot.health, slot.began_at = SlotHealth.STARTING, time.monotonic()
         limits = {} if slot.role is Role.PREFILL else {"max_local_prefill_tokens": self._pd["max_local_prefill_tokens"]}
-        slot.pid, slot.pipe = self.zygote.fork(self._serve, slot.cores, model=self._model,
+        slot.pid, slot.pipe = self.zygote.fork(self._engines.serve, slot.cores, model=self._engines.model,
                                                role=slot.role and slot.role.value, pd={**self._pd, **limits},
-                                               llm=self._llm, async_output=self._async_output)
+                                               llm=self._engines.llm, async_output=self._engines.async_output)
         self._selector.register(slot.pipe, selectors.EVENT_READ, slot)
 
     def kill(self, slot: EngineSlot) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from _chaos import blows, report
-from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, SlotHealth, nats_server
+from _chaos.fleet import BrokerKind, ChaosFleet, EngineSlot, EngineStart, SlotHealth, nats_server
 from _chaos.load import SURPLUS, ChaosRequest, draw_prompts, safe
 from _chaos.picture import draw
 from _chaos.report import RunRecord
@@ -183,9 +183,9 @@ def fleet_of(settings: ChaosSettings) -> Iterator[ChaosFleet]:
     env = {**os.environ, **recipe.env, "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
            "VLLM_CPU_CI_ENV": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "TQDM_DISABLE": "1"}
-    fleet = ChaosFleet(env, settings.model, settings.seed, settings.pd, recipe.serve, recipe.llm,
-                       sorted(os.sched_getaffinity(0)), settings.proxy, settings.broker, settings.keys,
-                       settings.async_output)
+    engines = EngineStart(recipe.serve, settings.model, settings.pd, recipe.llm, settings.async_output)
+    fleet = ChaosFleet(env, engines, sorted(os.sched_getaffinity(0)), broker=settings.broker, guarded=settings.keys,
+                       through_proxy=settings.proxy, seed=settings.seed)
     try:
         yield fleet
     finally:

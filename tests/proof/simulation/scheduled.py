@@ -36,7 +36,7 @@ class _Binding(FakePeers):
     def choose_remote_prefill(self, seq_group, num_cached_tokens):
         if not self._engine.node.member.role.decodes or seq_group.first_seq.remote_decode is not None:
             return None
-        return self._engine.prefills.choose(seq_group, num_cached_tokens)
+        return self._engine.prefills.decide_and_commit(seq_group, num_cached_tokens)
 
     def waits_for_sibling(self, seq_group):
         return self._engine.prefills.waits_for_sibling(seq_group)

@@ -35,6 +35,7 @@ from typing import Any
 from vllm_pd.bench.checks import require_at_least
 from vllm_pd.bench.dp.group import Group
 from vllm_pd.bench.dp.probe import DUMMY
+from vllm_pd.bench.options import DpLoad
 from vllm_pd.bench.report import LEAST_P99, MS, ShowLine, summary
 from vllm_pd.bench.servers import process_tree
 from vllm_pd.errors import ConfigError
@@ -60,15 +61,11 @@ class DpVariant:
 
 
 @dataclass(frozen=True)
-class DpBench:
+class DpBench(DpLoad):
     """The command line of `vllm-pd bench dp`."""
-    models: tuple[Path, ...]
-    sizes: tuple[int, ...]
-    variants: tuple[DpVariant, ...]
-    bursts: int = 30
-    requests: int = 60
-    rounds: int = 5
-    seed: int = 0
+    models: tuple[Path, ...] = ()
+    sizes: tuple[int, ...] = ()
+    variants: tuple[DpVariant, ...] = ()
 
     def check(self) -> None:
         """Raises ConfigError for what can't be measured."""

@@ -133,37 +133,18 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
     refuse_ours(options.serve_args)
     prefill_first = _is_prefill_first(options)
     count = options.prefill + options.decode
-    taken = count + options.router
-    if not 1 <= options.port <= 65536 - taken:
-        raise ConfigError("--port", options.port, f"the {count} engines{' and the router' * options.router} take that "
-                          f"port and the next ones: write 1 to {65536 - taken}")
-    if not 0 <= options.broker_port <= 65535:
-        raise ConfigError("--broker-port", options.broker_port, "write 1 to 65535, or 0 for a free one")
-    ports = range(options.port, options.port + taken)
-    if options.broker_port in ports:
-        raise ConfigError("--broker-port", options.broker_port, f"an engine gets that port: write one outside "
-                          f"{ports.start}..{ports.stop - 1}, or 0 for a free one")
+    ports = _parse_ports(options, count)
     if "broker" in options.pd:
         raise ConfigError("--pd broker", options.pd["broker"], "`up` starts the broker itself: use --broker-port")
     configs = {role: PDConfig.parse(role.value, {**options.pd, "broker": f"tcp://{HOST}:1"}) for role in ROLE_NAMES}
     drain_timeout_s = configs[Role.DECODE].drain_timeout_s
     router_args = _router_args(options, drain_timeout_s)
     _check_metaserver(router_args.options.metaserver, options.port, configs[Role.DECODE])
-    if not configs[Role.DECODE].bind.endswith(":0"):
-        raise ConfigError("--pd bind", options.pd["bind"], "each engine needs a control port of its own: write port 0, "
-                          "or leave it out")
-    if configs[Role.DECODE].lifeline_port:
-        raise ConfigError("--pd lifeline_port", options.pd["lifeline_port"], "each engine needs one of its own: leave "
-                          "it out")
+    _check_shared(options, configs[Role.DECODE])
     if prefill_first and not configs[Role.PREFILL].holds_prompts:
         raise ConfigError("--order", options.order, "with these settings no prefill engine keeps a prompt: leave out "
                           "--pd transport=torch and --pd hold_s=0, or --order")
-    require_free("--port", HOST, ports)
-    if options.broker_port:
-        require_free("--broker-port", HOST, [options.broker_port])
-    broker_port = options.broker_port or take_free(HOST)
-    while broker_port in ports:  # they are free as yet
-        broker_port = take_free(HOST)
+    broker_port = _find_broker_port(options, ports)
     broker_url = f"tcp://{HOST}:{broker_port}"
     roles = [Role.DECODE] * options.decode + [Role.PREFILL] * options.prefill
     gpus = parse_numbered("--gpus", options.gpus)
@@ -183,17 +164,56 @@ def plan_fleet(options: UpOptions, cores: Sequence[int], *, serve: Sequence[str]
             roles, numbers, ports[options.router:], shares, on_gpus, events, strict=True))
     keys = ("--keys", str(options.pd["keys"])) if "keys" in options.pd else ()
     ttl = ("--ttl-s", str(options.pd["ttl_s"])) if "ttl_s" in options.pd else ()
-    front = None
-    if options.router:
-        api_key = value_of("--api-key", options.serve_args)
-        keys_by_variable = {API_KEY_VARIABLE: api_key, OPERATOR_KEY_VARIABLE: os.environ.get(OPERATOR_KEY_VARIABLE)}
-        order = ("--order", RequestOrder.PREFILL_FIRST.value) if prefill_first else ()
-        front = RouterPlan(options.port, (*router, "--port", str(options.port), "--broker", broker_url, *keys, *order,
-                                           *router_args.words),
-                           {variable: key for variable, key in keys_by_variable.items() if key is not None},
-                           router_args.options.unready_s + router_args.options.grace_s)
+    order = ("--order", RequestOrder.PREFILL_FIRST.value) if prefill_first else ()
+    front = _plan_router(options, router_args, (
+        *router, "--port", str(options.port), "--broker", broker_url, *keys, *order)) if options.router else None
     return FleetPlan(broker_port, (*broker, "--bind", broker_url, *keys, *ttl), engines,
                      drain_timeout_s, front)
+
+
+def _parse_ports(options: UpOptions, engines: int) -> range:
+    """Those of the router, if there is one, and the engines. Raises ConfigError for these and the broker's."""
+    taken = engines + options.router
+    if not 1 <= options.port <= 65536 - taken:
+        raise ConfigError("--port", options.port, f"the {engines} engines{' and the router' * options.router} take "
+                          f"that port and the next ones: write 1 to {65536 - taken}")
+    if not 0 <= options.broker_port <= 65535:
+        raise ConfigError("--broker-port", options.broker_port, "write 1 to 65535, or 0 for a free one")
+    ports = range(options.port, options.port + taken)
+    if options.broker_port in ports:
+        raise ConfigError("--broker-port", options.broker_port, f"an engine gets that port: write one outside "
+                          f"{ports.start}..{ports.stop - 1}, or 0 for a free one")
+    return ports
+
+
+def _check_shared(options: UpOptions, config: PDConfig) -> None:
+    """Raises ConfigError for a port of which each engine needs its own."""
+    if not config.bind.endswith(":0"):
+        raise ConfigError("--pd bind", options.pd["bind"], "each engine needs a control port of its own: write port 0, "
+                          "or leave it out")
+    if config.lifeline_port:
+        raise ConfigError("--pd lifeline_port", options.pd["lifeline_port"], "each engine needs one of its own: leave "
+                          "it out")
+
+
+def _find_broker_port(options: UpOptions, ports: range) -> int:
+    """The broker's, beside `ports`. Raises ConfigError where one of them all is in use."""
+    require_free("--port", HOST, ports)
+    if options.broker_port:
+        require_free("--broker-port", HOST, [options.broker_port])
+    broker_port = options.broker_port or take_free(HOST)
+    while broker_port in ports:  # they are free as yet
+        broker_port = take_free(HOST)
+    return broker_port
+
+
+def _plan_router(options: UpOptions, arguments: RouterArgs, command: tuple[str, ...]) -> RouterPlan:
+    """`command`: its beginning."""
+    keys = {API_KEY_VARIABLE: value_of("--api-key", options.serve_args),
+            OPERATOR_KEY_VARIABLE: os.environ.get(OPERATOR_KEY_VARIABLE)}
+    return RouterPlan(options.port, (*command, *arguments.words),
+                      {variable: key for variable, key in keys.items() if key is not None},
+                      arguments.options.unready_s + arguments.options.grace_s)
 
 
 def _is_prefill_first(options: UpOptions) -> bool:

@@ -71,10 +71,10 @@ class SubscriberState(Enum):
 class Subscriber:
     """Follows the engine whose front end is at `url`.
 
-    `events`, `replay`, `side` and `topic` are for an engine without GET /pd/events. `keys` are the cluster's keys,
-    where the side socket uses them. `rank` is the data-parallel rank to follow: its ports are the engine's plus the
-    rank. `worker` is the engine's name in the index, by default `url`; each rank needs its own. `on_load` is called
-    with that name and each load report, `on_notice` with each answer to GET /pd/events, also that of a later life.
+    `configured` says where the events of an engine without GET /pd/events are. `keys` are the cluster's keys, where
+    the side socket uses them. `rank` is the data-parallel rank to follow: its ports are the engine's plus the rank.
+    `worker` is the engine's name in the index, by default `url`; each rank needs its own. `on_load` is called with that
+    name and each load report, `on_notice` with each answer to GET /pd/events, also that of a later life.
 
     `start` needs a running event loop; `close` stops everything and removes the worker from the index. These may be
     read at any time: `worker`, `state`, `epoch`, `load`, `load_age_s`, `counters`, and `unread`, which counts the
@@ -82,9 +82,8 @@ class Subscriber:
     """
 
     def __init__(self, url: str, index: SubscribedIndex, session: aiohttp.ClientSession | None,
-                 headers: Mapping[str, str] | None = None, *, events: str | None = None, replay: str | None = None,
-                 side: str | None = None, topic: str = "", keys: Keys | None = None,
-                 on_load: Callable[[str, m.EngineLoad], None] | None = None, rank: int = 0,
+                 headers: Mapping[str, str] | None = None, *, configured: EventsNotice | None = None,
+                 keys: Keys | None = None, on_load: Callable[[str, m.EngineLoad], None] | None = None, rank: int = 0,
                  worker: str | None = None, on_notice: Callable[[EventsNotice], None] | None = None) -> None:
         self.url = url.rstrip("/")
         self.worker = self.url if worker is None else worker
@@ -98,7 +97,7 @@ class Subscriber:
         self._rank = rank
         self._session = session
         self._headers = dict(headers or {})
-        self._configured = EventsNotice(events, 0, replay, topic, side) if events is not None else None
+        self._configured = configured
         self._keys = keys
         self._on_load = on_load
         self._on_notice = on_notice
