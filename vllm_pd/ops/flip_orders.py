@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm-pd planner` asks engines, and the orders that it gives with --flip, at their control sockets. Questions and
-orders run in threads, and each has a deadline."""
+"""What `vllm-pd planner` asks engines, and the orders that it gives with --flip, at their control sockets.
+
+Questions and orders run in threads, and each has a deadline.
+"""
 from __future__ import annotations
 
 import asyncio

@@ -221,8 +221,8 @@ class FlipBook:
             return [self._end(FlipOutcome.DONE, f"over {now_s - flip.at_s:.0f} s after the order")]
         if not flip.late and now_s - flip.at_s >= self._bounds.late_s:
             flip.late = True
-            return [FlipEvent(flip.flip, FlipOutcome.LATE, f"not over after {now_s - flip.at_s:.0f} s, something of its "
-                              "old role is open; no other engine is changed before its end")]
+            return [FlipEvent(flip.flip, FlipOutcome.LATE, f"not over after {now_s - flip.at_s:.0f} s, something of "
+                              "its old role is open; no other engine is changed before its end")]
         return []
 
     def _see_failure(self, now_s: float, name: str) -> list[FlipEvent]:

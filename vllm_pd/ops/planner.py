@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd planner`: how many prefill and decode engines a fleet wants, and how those that it has are best divided. With
---flip it has engines change their role.
+"""`vllm-pd planner`: how many prefill and decode engines a fleet wants, and how those that it has are best divided.
+With --flip it has engines change their role.
 
 It reads the engines as `vllm-pd top` does. What it says is on its own /metrics, and one line of its output for each
 decision that differs from the one before. An engine that does not answer, or says nonsense, is left out of that look.
