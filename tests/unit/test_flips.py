@@ -74,6 +74,8 @@ class PlayedFleet:
         self.now, self.said, self.fault = 0.0, [], ""
         self.engines = {name: PlayedEngine(role) for name, role in roles.items()}
         self.orders: list[tuple[float, str, m.Role]] = []
+        self.later: list[tuple[float, str, m.Role]] = []
+        self.lag_s = 0.0
         self.families: list[PlannerFamilies] = []
         self.asked: dict[int, set[str]] = {}  # by planner
         self.planner = self.add_planner(**options)
@@ -109,8 +111,15 @@ class PlayedFleet:
         self.orders.append((self.now, name, to))
         if self.engines[name].deaf:
             return OrderResult(True, "this engine was started as kv_consumer")
-        self.engines[name].role = to
+        self.later.append((self.now + self.lag_s, name, to))
+        self.show()
         return OrderResult(True)
+
+    def show(self) -> None:
+        """The registry shows what was changed `lag_s` ago."""
+        for one in [one for one in self.later if one[0] <= self.now]:
+            self.later.remove(one)
+            self.engines[one[1]].role = one[2]
 
     def look(self, planner: FleetPlanner | None = None) -> None:
         """One reading, and what the planner does about it."""
@@ -129,6 +138,7 @@ class PlayedFleet:
     def run(self, looks: int) -> None:
         for _ in range(looks):
             self.now += STEP_S
+            self.show()
             self.look()
 
     def run_until_order(self, count: int = 1) -> None:
@@ -158,7 +168,7 @@ def test_one_engine_at_a_time_changes_until_the_split_is_as_wanted(given):
     fleet.run(30)
     assert [(name, role) for _, name, role in fleet.orders] == [("a", PREFILL), ("c", PREFILL)]
     assert fleet.orders[0][0] >= COOL_DOWN_S, "it does not know what was changed before it began"
-    assert fleet.orders[1][0] - fleet.orders[0][0] >= COOL_DOWN_S
+    assert fleet.orders[1][0] - fleet.orders[0][0] == COOL_DOWN_S, "what it has changed itself is no other change"
     assert fleet.decodes() == ["b"] and fleet.flips(FlipOutcome.DONE) == 2
     assert [one for one in fleet.said if one.startswith("split: 3 prefill, 1 decode of 4 engines; as now")]
     given.wanted = 2
@@ -366,6 +376,24 @@ def test_an_order_without_an_answer_that_was_carried_out_is_a_change_as_any_othe
     fleet.order = lambda *arguments: kept(*arguments)._replace(problem="the engine does not answer")
     fleet.run(20)
     assert fleet.names() == ["a"] and fleet.flips(FlipOutcome.DONE) == 1 and fleet.flips(FlipOutcome.FAILED) == 0
+
+
+def test_a_registry_that_is_late_is_waited_for(given):
+    """Meanwhile the engine counts at its new role, and is asked nothing."""
+    given.wanted = 2
+    fleet = PlayedFleet(FOUR)
+    fleet.lag_s = 2 * STEP_S
+    fleet.run_until_order()
+    fleet.run(1)
+    assert "split: 2 prefill, 2 decode of 4 engines; as now; as given" in fleet.said
+    assert fleet.flips(FlipOutcome.FAILED) == 0 and not fleet.asked[id(fleet.planner)]
+    fleet.run(10)
+    assert len(fleet.orders) == 1 and fleet.flips(FlipOutcome.DONE) == 1 and fleet.flips(FlipOutcome.FAILED) == 0
+    slow = PlayedFleet(FOUR)
+    slow.lag_s = 1e6
+    slow.run(10)
+    assert slow.flips(FlipOutcome.FAILED) == 2 and slow.names() == ["a", "b", "c"]
+    assert any("does not show the new role" in one for one in slow.said)
 
 
 def test_what_an_operator_has_changed_is_waited_for(given):

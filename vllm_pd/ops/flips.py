@@ -210,12 +210,12 @@ class FlipBook:
         member = next((one.member for one in reading.engines if one.member.incarnation == name), None)
         if member is None or member.draining:
             return [self._end(FlipOutcome.LOST, "it has left")]
-        was_shown, flip.shown = flip.shown, flip.shown or member.role is to
+        flip.shown = flip.shown or member.role is to
         if member.role is not to and (flip.shown or member.role is not flip.flip.member.role):
             return [self._end(FlipOutcome.LOST, f"somebody has made it {member.role.value}")]
         if not flip.shown:
             return self._see_failure(now_s, name)
-        status = statuses.get(name) if was_shown else None  # before that, clients may still send it requests
+        status = statuses.get(name)  # from after the registry had shown it: before that, clients may still come
         if status is not None and is_over(status, to):
             self._failed.pop(name, None)
             return [self._end(FlipOutcome.DONE, f"over {now_s - flip.at_s:.0f} s after the order")]
