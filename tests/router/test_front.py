@@ -809,7 +809,7 @@ class TestMembership:
             assert membership.add("http://h:1") is workers.get("http://h:1")
 
     async def test_one_that_was_named_is_left_out_while_the_registry_has_no_use_for_it(self):
-        """The command line names one, an operator the other; `vllm-pd planner --flip` changes their roles."""
+        """B43: the command line names one, an operator the other; `vllm-pd planner --flip` changes their roles."""
         async with self.following(workers=("http://h:9", )) as (membership, workers):
             membership.start()
             membership.add("http://h:8")

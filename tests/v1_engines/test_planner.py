@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd planner --flip` with three real engines that were started as kv_both, behind a router: their roles follow
+"""B43: `vllm-pd planner --flip` with three real engines that were started as kv_both, behind a router: their roles follow
 the load, no request fails, and all tokens are those of one plain engine.
 """
 import asyncio
@@ -90,9 +90,10 @@ class PlannerProcess:
                  "--cool-down-s", "2", "--itl-ms", "200", "--port", str(self.port)], stdout=output,
                 stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
 
-    def flips(self) -> list[str]:
-        """The roles that engines have taken over, in order."""
-        return FLIP.findall(str(self))
+    def prefills(self) -> int:
+        """How many engines prefill, by the changes that are over."""
+        roles = FLIP.findall(str(self))
+        return roles.count("kv_producer") - roles.count("kv_consumer")
 
     def lives(self) -> bool:
         """Whether it still runs."""
@@ -107,7 +108,7 @@ class PlannerProcess:
         return self._log.read_text()
 
 
-def test_engines_change_their_role_as_the_load_shifts_and_no_request_fails(tmp_path):
+def test_b43_engines_change_their_role_as_the_load_shifts_and_no_request_fails(tmp_path):
     shape = EngineShape(os.environ["VLLM_PD_TINY_MODEL"], pool_blocks=256, context=512)
     with ServerFactory(ENVIRONMENT, tmp_path / "engines.log") as servers:
         with Servers(lambda *_: None) as others:
@@ -144,8 +145,8 @@ def test_engines_change_their_role_as_the_load_shifts_and_no_request_fails(tmp_p
 async def follow(planner: PlannerProcess, phases: list[Clients]) -> None:
     """A load of long prompts, for which all but one engine become prefill engines, and one of long answers."""
     prompts, answers = phases
-    await prompts.until(lambda: planner.flips()[:2] == ["kv_producer"] * 2, lambda: str(planner))
-    await answers.until(lambda: "kv_consumer" in planner.flips(), lambda: str(planner))
+    await prompts.until(lambda: planner.prefills() == 2, lambda: str(planner))
+    await answers.until(lambda: planner.prefills() == 1, lambda: str(planner))
 
 
 async def ask_a_prefill_engine(broker: str, model: str) -> Clients:
@@ -158,10 +159,9 @@ async def ask_a_prefill_engine(broker: str, model: str) -> Clients:
 
 
 def check_rest(broker: str, engines: list[ForkedServer]) -> None:
-    """Nothing is left open at any engine, and two decode now."""
+    """Nothing is left open at any engine."""
     members = list_members(broker, 5.0, Access()).members
     assert sorted(one.http for one in members) == sorted(one.url for one in engines)
-    assert sum(one.role.decodes for one in members) >= 2, members
     for member in members:
         with Operator(find_engine(member.incarnation, broker, Access()), Access()) as operator:
             def gauges(operator: Operator = operator) -> dict[str, int]:
