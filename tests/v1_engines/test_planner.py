@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B43: `vllm-pd planner --flip` with three real engines that were started as kv_both, behind a router: their roles follow
-the load, no request fails, and all tokens are those of one plain engine.
+"""B43: `vllm-pd planner --flip` with three real engines that were started as kv_both, behind a router: their roles
+follow the load, no request fails, and all tokens are those of one plain engine.
 """
 import asyncio
 import contextlib
@@ -162,6 +162,7 @@ def check_rest(broker: str, engines: list[ForkedServer]) -> None:
     """Nothing is left open at any engine."""
     members = list_members(broker, 5.0, Access()).members
     assert sorted(one.http for one in members) == sorted(one.url for one in engines)
+    assert sum(scrape(one.url).value("vllm:pd_jobs_total") for one in engines) > 0, "nothing was handed over"
     for member in members:
         with Operator(find_engine(member.incarnation, broker, Access()), Access()) as operator:
             def gauges(operator: Operator = operator) -> dict[str, int]:
