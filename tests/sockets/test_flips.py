@@ -219,6 +219,19 @@ def test_statuses_come_in_the_background_and_those_without_an_answer_are_left_ou
     assert found[agent.member.incarnation].gauges[CHANGES_ROLE] == 1
 
 
+@pytest.mark.parametrize("address", ["", "garbage", "tcp://", "tcp://127.0.0.1:99999", "tcp://no.host.invalid:1",
+                                     "tcp://127.0.0.1:1\0x", "tcp://\u00e9:1"])
+def test_b64_an_engine_with_a_bad_address_ends_no_planner(fleet, monkeypatch, address):
+    monkeypatch.setattr(flip_orders, "ASK_S", 0.2)
+    monkeypatch.setattr(flip_orders, "ORDER_S", 0.2)
+    hostile = m.Member("e" * 32, BOTH, address, FINGERPRINT, http="http://127.0.0.1:1")
+    orders = FlipOrders(fleet.broker, Access())
+    assert orders._ask(hostile) is None
+    monkeypatch.setattr(orders, "_list", lambda: (hostile, ))
+    given, problem = asyncio.run(orders.order(Flip(hostile, PREFILL), roles_of([hostile])))
+    assert given and problem
+
+
 def test_the_status_says_whether_an_engine_can_change(fleet):
     for born, changes in ((BOTH, 1), (DECODE, 0), (PREFILL, 0)):
         agent = fleet.add(born)
