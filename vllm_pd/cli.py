@@ -274,7 +274,8 @@ def top(broker: OfBroker, access: Access, options: TopOptions) -> None:
 @app.command()
 @takes_settings
 def planner(broker: OfBroker, access: Access, options: PlannerOptions) -> None:
-    """Say how many prefill and decode engines a fleet wants, as metrics for an autoscaler. It changes nothing."""
+    """Say how many prefill and decode engines a fleet wants, as metrics for an autoscaler, and how those that are there
+    are best divided. With --flip, have engines change their role."""
     require_extra("router", "httptools", "aiohappyeyeballs", "prometheus_client")
     from vllm_pd.ops.planner import plan_fleet
     try:

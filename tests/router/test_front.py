@@ -32,7 +32,7 @@ from vllm_pd.router.membership import Membership
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.options import RouterOptions, parse_worker
 from vllm_pd.router.policy import Policy
-from vllm_pd.router.workers import WorkerFailure, Workers, WorkerSource, WorkerState
+from vllm_pd.router.workers import InFlightTry, WorkerFailure, Workers, WorkerSource, WorkerState
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import is_free, take_free
 
@@ -807,6 +807,46 @@ class TestMembership:
             membership.update([self.member("b", "http://h:1")], 2.0)  # another life of it
             assert [worker.url for worker in workers] == ["http://h:9", "http://h:1"]
             assert membership.add("http://h:1") is workers.get("http://h:1")
+
+    async def test_one_that_was_named_is_left_out_while_the_registry_has_no_use_for_it(self):
+        """B43: the command line names one, an operator the other; `vllm-pd planner --flip` changes their roles."""
+        async with self.following(workers=("http://h:9", )) as (membership, workers):
+            membership.start()
+            membership.add("http://h:8")
+            named = {"http://h:9", "http://h:8"}
+            for role, draining, known in ((m.Role.BOTH, False, named), (m.Role.PREFILL, False, set()),
+                                          (m.Role.DECODE, False, named), (m.Role.DECODE, True, set()),
+                                          (m.Role.BOTH, False, named)):
+                membership.update([self.member("a", "http://h:9/", role, draining),
+                                   self.member("b", "http://h:8", role, draining)], 0.0)
+                assert {worker.url for worker in workers} == known
+            assert {worker.source for worker in workers} == {WorkerSource.STATIC, WorkerSource.OPERATOR}
+            membership.update([self.member("a", "http://h:9", m.Role.PREFILL)], 1.0)
+            assert membership.remove("http://h:9") and not membership.remove("http://h:9")
+            membership.update([], 2.0)
+            assert [worker.url for worker in workers] == ["http://h:8"], "an operator has removed the other"
+
+    async def test_an_open_request_goes_on_at_one_that_becomes_a_prefill_engine(self):
+        async with self.following(workers=("http://h:9", )) as (membership, workers):
+            membership.start()
+            worker = workers.get("http://h:9")
+            worker.in_flight.add(one := InFlightTry(worker))
+            membership.update([self.member("a", "http://h:9", m.Role.PREFILL)], 0.0)
+            assert workers.leaving == [worker] and one.interruption is None
+            membership.update([self.member("a", "http://h:9")], 1.0)
+            assert workers.get("http://h:9") is not worker and workers.leaving == [worker]
+            workers.try_ended(one)
+            assert workers.leaving == []
+
+    async def test_one_that_was_named_is_a_prefill_engine_in_the_order_prefill_first(self):
+        async with self.following(workers=("http://h:9", ), prefill_workers=("http://h:7", ),
+                                  order="prefill-first") as (membership, workers):
+            membership.start()
+            for role in (m.Role.DECODE, m.Role.PREFILL, m.Role.DECODE, m.Role.DECODE):
+                membership.update([self.member("a", "http://h:9", role)], 0.0)
+                found = workers.get("http://h:9")
+                assert found is None or found.prefills is (role is m.Role.PREFILL)
+            assert found.source is WorkerSource.STATIC
 
     async def test_one_that_is_removed_and_added_again_is_as_any_other(self):
         async with self.following() as (membership, workers):

@@ -14,7 +14,8 @@ TTFT = "vllm:time_to_first_token_seconds"
 ITL_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")  # V1's, V0's
 ANSWERS = "vllm:request_generation_tokens"
 WANTED = ("vllm:num_requests_running", "vllm:num_requests_waiting", TTFT, *ITL_NAMES, ANSWERS,
-          "vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total", "vllm:pd_parked_blocks", "vllm:pd_degraded")
+          "vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total", "vllm:pd_parked_blocks", "vllm:pd_degraded",
+          "vllm:pd_control_dead")
 MAX_VALUE = 1e15
 
 

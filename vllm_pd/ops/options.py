@@ -69,6 +69,10 @@ class PlannerOptions:
     use: Annotated[float, Option("How busy an engine is to be, of 1.")] = 0.8
     hold_s: Annotated[float, Option("Want fewer engines when as many were not needed for this long.")] = 300.0
     most: Annotated[int, Option("Want at most so many engines of a role.")] = 64
+    flip: Annotated[bool, Option("Have engines that were started as kv_both change between prefill and decode; without "
+                                 "it the changes are only said.")] = False
+    cool_down_s: Annotated[float, Option("Change no engine for so long after any change.")] = 30.0
+    flips_per_hour: Annotated[int, Option("Change at most so many engines an hour.")] = 60
     interval_s: Annotated[float, Option("How often the engines are read.", flag="--interval")] = 10.0
     host: Annotated[str, Option("Where /metrics is.")] = "127.0.0.1"
     port: Annotated[int, Option("The port of /metrics.")] = 9470
@@ -79,10 +83,13 @@ class PlannerOptions:
         for flag, value, least, most in (
                 ("--ttft-ms", self.ttft_ms, 1.0, 3.6e6), ("--itl-ms", self.itl_ms, 0.1, 6e4),
                 ("--use", self.use, 0.05, 1.0), ("--hold-s", self.hold_s, 0.0, 86400.0), ("--most", self.most, 1, 4096),
+                ("--cool-down-s", self.cool_down_s, 1.0, 86400.0), ("--flips-per-hour", self.flips_per_hour, 1, 3600),
                 ("--port", self.port, 1, 65535),
                 ("--interval", self.interval_s, MIN_INTERVAL_S, MAX_INTERVAL_S)):
             if not least <= value <= most:  # nan neither
                 raise ConfigError(flag, value, f"write {least:g} to {most:g}")
+        if self.flip and self.once:
+            raise ConfigError("--flip", True, "leave --once out: a change is seen to its end")
         return self
 
 

@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd planner`: how many prefill and decode engines a fleet wants.
+"""`vllm-pd planner`: how many prefill and decode engines a fleet wants, and how those that it has are best divided.
+With --flip it has engines change their role.
 
-It reads the engines as `vllm-pd top` does, and changes nothing. What it says is on its own /metrics, and one line of
-its output for each decision that differs from the one before. An engine that does not answer, or says nonsense, is left
-out of that look.
+It reads the engines as `vllm-pd top` does. What it says is on its own /metrics, and one line of its output for each
+decision that differs from the one before. An engine that does not answer, or says nonsense, is left out of that look.
+It keeps nothing: one that is started again begins with the next reading.
 """
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 import prometheus_client
 import typer
 
 from vllm_pd.broker.members import Access, list_members
-from vllm_pd.decisions.demand import Demand, DemandMeter, Targets
+from vllm_pd.decisions.demand import Demand, DemandMeter, FleetLook, Targets
+from vllm_pd.decisions.splits import SplitChoice, SplitPlanner
 from vllm_pd.decisions.wanted import WantedBounds, WantedCounter, WantedEngines
 from vllm_pd.ops.fleet_looks import WANTED, look_at
+from vllm_pd.ops.flip_orders import FlipOrders, OrderResult
+from vllm_pd.ops.flips import ROLE_WORDS, Flip, FlipBook, FlipBounds, FlipEvent, FlipOutcome, roles_of, serving
 from vllm_pd.ops.options import PlannerOptions
 from vllm_pd.ops.printing import printable, three_digits
 from vllm_pd.ops.top import FleetReading
 from vllm_pd.ops.top_readings import REGISTRY_S, FleetReader
+from vllm_pd.protocol.messages import Member, StatusReply
 from vllm_pd.rpc.ports import require_free
 
 
@@ -39,28 +45,52 @@ class PlannerFamilies:
                                                ["outcome"], registry=registry)
         for outcome in ("done", "nothing"):
             self.looks.labels(outcome)
+        self.split = gauge("vllm:pd_split_engines", "How the engines that are there are best divided.")
+        self.flips = prometheus_client.Counter("vllm:pd_planner_flips", "Changes of role, by what came of them.",
+                                               ["to", "outcome"], registry=registry)
+        for to in ROLE_WORDS.values():
+            for outcome in FlipOutcome:
+                self.flips.labels(to, outcome.value)
 
 
 class FleetPlanner:
-    """Turns readings into decisions and figures. Owned by one caller; no I/O."""
+    """Turns readings into decisions and figures. Owned by one caller; no I/O. Times are seconds of `clock`."""
 
-    def __init__(self, options: PlannerOptions, families: PlannerFamilies, say: Callable[[str], None]) -> None:
+    def __init__(self, options: PlannerOptions, families: PlannerFamilies, say: Callable[[str], None],
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self._families, self._say = families, say
         self._targets = Targets(options.ttft_ms / 1e3, options.itl_ms / 1e3)
         self._meter = DemandMeter(self._targets)
         self._counter = WantedCounter(self._targets, WantedBounds(options.use, options.hold_s, 1, options.most))
+        self._divider = FleetDivider(options, families, say, clock)
         self._before: FleetReading | None = None
         self._said: WantedEngines | None = None
 
-    def receive(self, reading: FleetReading) -> bool:
-        """Whether there was anything to decide about. Raises nothing for what engines say."""
+    def to_ask(self, reading: FleetReading) -> list[Member]:
+        """Whose status `receive` needs beside the next reading."""
+        return self._divider.to_ask(reading)
+
+    def receive(self, reading: FleetReading, statuses: Mapping[str, StatusReply] | None = None) -> bool:
+        """Whether there was anything to decide about. `statuses`: by incarnation, see `to_ask`. Raises nothing for what
+        engines say."""
         before, self._before = self._before or reading, reading
-        demand = self._meter.receive(look_at(before, reading, self._targets))
+        look = look_at(before, reading, self._targets)
+        demand = self._meter.receive(look)
+        self._divider.see(reading, statuses or {})
         seen = demand is not None and any(one.figures is not None for one in reading.engines)
         self._families.looks.labels("done" if seen else "nothing").inc()
         if seen:
             self._decide(demand)
+            self._divider.divide(reading, look, demand)
         return seen
+
+    def take_flip(self) -> Flip | None:
+        """The flip that is to be ordered now, once; `ordered` then says what came of the order. None in a dry run."""
+        return self._divider.take_flip()
+
+    def ordered(self, flip: Flip, result: OrderResult) -> None:
+        """What came of the order."""
+        self._divider.ordered(flip, result)
 
     def _decide(self, demand: Demand) -> None:
         wanted = self._counter.receive(demand)
@@ -72,6 +102,102 @@ class FleetPlanner:
         if wanted != self._said:
             self._said = wanted
             self._say(describe(demand, wanted, self._targets))
+
+
+class FleetDivider:
+    """Divides the engines that are there between the roles, for a `FleetPlanner`."""
+
+    def __init__(self, options: PlannerOptions, families: PlannerFamilies, say: Callable[[str], None],
+                 clock: Callable[[], float]) -> None:
+        self._options, self._families, self._say, self._clock = options, families, say, clock
+        self._targets = Targets(options.ttft_ms / 1e3, options.itl_ms / 1e3)
+        self._book = FlipBook(FlipBounds(options.cool_down_s, options.flips_per_hour), clock())
+        self._splitter: SplitPlanner | None = None
+        self._shape: tuple[int, int, int] | None = None  # of `_splitter`: its count and the least numbers
+        self._flip: Flip | None = None
+        self._said: tuple[object, ...] = ()
+
+    def to_ask(self, reading: FleetReading) -> list[Member]:
+        """See `FlipBook.to_ask`."""
+        return self._book.to_ask(self._clock(), reading)
+
+    def see(self, reading: FleetReading, statuses: Mapping[str, StatusReply]) -> None:
+        """What changes of role have come to an end."""
+        for event in self._book.receive(self._clock(), reading, statuses):
+            self._note(event)
+
+    def divide(self, reading: FleetReading, look: FleetLook, demand: Demand) -> None:
+        """Decide how the engines are best divided, and which of them is to change."""
+        count, present = len(serving(reading)), self._book.prefills(reading)
+        self._follow(count, present, self._book.fixed(reading))
+        self._flip = None
+        if self._splitter is None:
+            return
+        choice = self._splitter.receive(look, demand, self._in_bounds(present))
+        self._families.split.labels("prefill").set(choice.prefills)
+        self._families.split.labels("decode").set(count - choice.prefills)
+        found = self._book.choose(self._clock(), reading, choice.prefills)
+        is_flip = isinstance(found, Flip)
+        self._flip = found if is_flip and self._options.flip else None
+        said = count, present, choice.prefills, is_flip or found
+        if said != self._said:
+            self._said = said
+            self._say(describe_split(choice, count, present, found, self._options.flip))
+
+    def _follow(self, count: int, present: int, fixed: tuple[int, int]) -> None:
+        """A new `SplitPlanner` where there are other engines than before, of which `fixed` (prefill, decode) can't
+        change; none where these can't be divided in another way."""
+        shape = count, max(1, fixed[0]), max(1, fixed[1])
+        if sum(fixed) == count:
+            self._drop()
+        elif shape != self._shape:
+            self._drop()
+            self._shape = shape
+            try:
+                self._splitter = SplitPlanner(count, self._in_bounds(present), self._targets, self._options.cool_down_s,
+                                              *shape[1:])
+            except ValueError as error:
+                self._say(f"no split: {error}")
+
+    def _drop(self) -> None:
+        self._shape = self._splitter = None
+        self._said = ()
+        self._families.split.clear()
+
+    def _in_bounds(self, prefills: int) -> int:
+        """Engines that act as `kv_both` count as decode engines, so there may be fewer that prefill than must be."""
+        count, least, least_decodes = self._shape
+        return min(max(prefills, least), max(least, count - least_decodes))
+
+    def take_flip(self) -> Flip | None:
+        """See `FleetPlanner.take_flip`."""
+        flip, self._flip = self._flip, None
+        return flip
+
+    def ordered(self, flip: Flip, result: OrderResult) -> None:
+        """See `FleetPlanner.ordered`."""
+        if result.given:
+            self._book.ordered(self._clock(), flip, result.problem)
+            if result.problem:
+                self._say(f"{flip}: {result.problem}")
+        else:
+            self._book.skipped(self._clock())
+            self._note(FlipEvent(flip, FlipOutcome.SKIPPED, result.problem))
+
+    def _note(self, event: FlipEvent) -> None:
+        self._families.flips.labels(ROLE_WORDS[event.flip.to], event.outcome.value).inc()
+        self._say(f"flip {event.outcome.value}: {event.flip}: {event.text}")
+
+
+def describe_split(choice: SplitChoice, count: int, present: int, found: Flip | str, flips: bool) -> str:
+    """A split, its reason, and what is done for it, on one line. `found`: the flip, or why there is none."""
+    parts = [f"split: {choice.prefills} prefill, {count - choice.prefills} decode of {count} engines",
+             "as now" if choice.prefills == present else f"now {present} and {count - present}", choice.reason]
+    if isinstance(found, Flip):
+        parts.append(f"{'flips' if flips else 'would flip'} {found}")
+    elif found:
+        parts.append(f"no flip: {found}")
+    return "; ".join(parts)
 
 
 def describe(demand: Demand, wanted: WantedEngines, targets: Targets) -> str:
@@ -91,14 +217,20 @@ def plan_fleet(broker: str, access: Access, options: PlannerOptions) -> None:
     if not options.once:
         require_free("--port", options.host, [options.port])
         prometheus_client.start_http_server(options.port, options.host, families.registry)
-    asyncio.run(_plan(FleetReader(broker, access, {}, WANTED), FleetPlanner(options, families, _print), options))
+    asyncio.run(_plan(FleetReader(broker, access, {}, WANTED), FleetPlanner(options, families, _print),
+                      FlipOrders(broker, access), options))
 
 
-async def _plan(reader: FleetReader, planner: FleetPlanner, options: PlannerOptions) -> None:
+async def _plan(reader: FleetReader, planner: FleetPlanner, orders: FlipOrders, options: PlannerOptions) -> None:
+    statuses: dict[str, StatusReply] = {}
     while True:
-        decided = planner.receive(await reader.read())
+        reading = await reader.read()
+        decided = planner.receive(reading, statuses)
         if options.once and decided:
             return
+        if (flip := planner.take_flip()) is not None:
+            planner.ordered(flip, await orders.order(flip, roles_of(one.member for one in reading.engines)))
+        statuses = orders.poll(planner.to_ask(reading))
         await asyncio.sleep(options.interval_s)
 
 

@@ -47,6 +47,11 @@ class EngineState:
         """Whether prefills of our own may go elsewhere."""
         return self.role.decodes and not (self.left or self.has_other_weights or self.has_lost_peers)
 
+    @property
+    def can_change_role(self) -> bool:
+        """Whether `set_role` may change anything."""
+        return self._born.role is m.Role.BOTH and not self.has_other_weights
+
     def entry(self) -> m.Member:
         """The entry for the registry. A prefill engine that is paused is listed as draining until it goes on: the
         prompts of others do not wait for it. Any other engine has clients, which may wait. One that hangs is listed as
@@ -93,7 +98,7 @@ class EngineState:
             return ""
         if self.has_other_weights:
             return f"role={role.value!r} can't be used: the weights of this engine were replaced; restart it"
-        if self._born.role is not m.Role.BOTH:
+        if not self.can_change_role:
             return (f"role={role.value!r} can't be used: this engine was started as {self._born.role.value}; start it "
                     f"as {m.Role.BOTH.value} to change its role while it runs")
         self.role = role
@@ -125,4 +130,4 @@ class EngineState:
         """Gauges for a status."""
         load = self._load or m.Load()
         return {"running": load.running, "waiting": load.waiting, "free_blocks": load.free_blocks,
-                "drained": int(self.left)}
+                "drained": int(self.left), "changes_role": int(self.can_change_role)}

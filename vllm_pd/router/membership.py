@@ -5,7 +5,8 @@ An engine in the registry joins if it decodes, has an HTTP address and does not 
 for a metaserver, those that only prefill join too, as prefill engines. An engine leaves at once when it drains or
 changes between the two. One that is missing from the registry stays while its probes succeed, and leaves after
 `registry_patience_s` if they don't: a broker that has just started knows no engines yet, and a broker may have lost its
-connection to one. While the broker does not answer, all workers stay.
+connection to one. While the broker does not answer, all workers stay. A worker that the command line or an operator has
+named leaves while the registry has its engine as one that drains or only prefills, and comes back after that.
 """
 import asyncio
 import logging
@@ -29,6 +30,7 @@ from vllm_pd.rpc.locality import is_here
 logger = logging.getLogger("vllm.pd.router")
 
 MAX_DISMISSED = 4096
+_NAMED = (WorkerSource.STATIC, WorkerSource.OPERATOR)
 
 
 class Membership:
@@ -43,6 +45,7 @@ class Membership:
         self._metrics = metrics
         self._missing_since: dict[str, float] = {}
         self._dismissed: OrderedDict[str, None] = OrderedDict()  # incarnations that an operator has removed
+        self._left_out: dict[str, WorkerSource] = {}  # of `_NAMED`, while the registry has no use for them
         self._task: asyncio.Task | None = None
         self._context: zmq.Context | None = None  # for all readings of the registry
         self._known = RegistryView()
@@ -90,7 +93,8 @@ class Membership:
             self._dismissed[worker.incarnation] = None
             if len(self._dismissed) > MAX_DISMISSED:
                 self._dismissed.popitem(last=False)
-        return self._workers.remove(name)
+        was_left_out = self._left_out.pop(name, None) is not None
+        return self._workers.remove(name) or was_left_out
 
     def update(self, members: list[Member], now_s: float) -> None:
         """Add and remove workers so that they fit the registry's present `members`."""
@@ -111,6 +115,7 @@ class Membership:
             if not is_wanted or not member.role.decodes:
                 unwanted.add(url)
         self.unwanted = frozenset(url for url in unwanted if url not in wanted or not wanted[url].role.decodes)
+        self._follow_named()
         present = {member.incarnation for member in members}
         taken = {member.http.rstrip("/") for member in members if member.http} - wanted.keys()
         for url, member in wanted.items():
@@ -141,6 +146,19 @@ class Membership:
                            "keys, so anybody on this machine may have named them, %s: run vllm-pd keys FILE and give "
                            "every broker, engine and router that file", ", ".join(addresses[:8]))
         self._elsewhere = addresses
+
+    def _follow_named(self) -> None:
+        """Of the workers that the command line or an operator has named, leave out those that must get no clients'
+        requests, and take back those that may again."""
+        for worker in self._workers:
+            if worker.source in _NAMED and not worker.prefills and worker.url in self.unwanted:
+                logger.info("worker %s is left out: by the registry it drains or only prefills", worker.url)
+                self._left_out[worker.url] = worker.source
+                self._workers.remove(worker.url)
+        for url, source in list(self._left_out.items()):
+            if url not in self.unwanted and self._workers.get(url) is None and self._workers.add(url, source):
+                logger.info("worker %s is back", url)
+                del self._left_out[url]
 
     def _join(self, url: str, member: Member) -> None:
         worker = self._workers.get(url)
