@@ -32,7 +32,8 @@ class Targets(msgspec.Struct, frozen=True):
 class FleetLook(msgspec.Struct, frozen=True):
     """The fleet at `at_s`, and what was counted since the look before, at all its engines. `arrived`: requests of
     clients. `prompt_tokens`: those of prompts that were prefilled, without prefix hits of the decode engine.
-    `answers`, `answer_tokens`: requests that ended. `itl_s`: the mean time between two tokens, 0: there were none.
+    `answers`, `answer_tokens`: requests that ended, `slow`: those of them whose mean time between two tokens missed the
+    target. `itl_s`: the mean time between two tokens, 0: there were none.
     `first_tokens`, `late`: requests with a first token, and those of them after the target. Now: `running` requests
     that decode, `waiting` ones without a first token with `waiting_tokens` to prefill, `decodes`: decode engines;
     `tokens_per_s`: of one busy prefill engine, 0: not known."""
@@ -49,12 +50,14 @@ class FleetLook(msgspec.Struct, frozen=True):
     decodes: int = 0
     tokens_per_s: float = 0.0
     waiting_tokens: float = 0.0
+    slow: float = 0.0
 
 
 class Demand(msgspec.Struct, frozen=True):
     """What was asked for in `seconds`. `prefill_s`: seconds of a prefill engine for one request; `answer_tokens` of
     one. The time between two tokens of a decode engine with r requests is `base_s + slope_s * r`. `late`: the share of
-    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode."""
+    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode. `good`: requests
+    that ended and met both targets, about."""
     at_s: float
     seconds: float
     requests_per_s: float
@@ -65,6 +68,7 @@ class Demand(msgspec.Struct, frozen=True):
     late: float = 0.0
     waiting: float = 0.0
     running: float = 0.0
+    good: float = 0.0
 
     def prefill_engines(self) -> float:
         """How many prefill engines would be busy all the time."""
@@ -108,9 +112,10 @@ class DemandMeter:
         if before is None:
             return None
         base_s, slope_s = self._line()
+        late, slow = _share(look.late, look.first_tokens), _share(look.slow, look.answers)
         return Demand(now, now - before, _bounded(look.arrived) / (now - before), self._prompt.value / self._speed,
-                      self._answer.value, base_s, slope_s, _share(look.late, look.first_tokens),
-                      _bounded(look.waiting), _bounded(look.running))
+                      self._answer.value, base_s, slope_s, late, _bounded(look.waiting), _bounded(look.running),
+                      _bounded(look.answers) * (1 - late) * (1 - slow))
 
     def _line(self) -> tuple[float, float]:
         """(base, slope) of the time between two tokens over running requests: by least squares where there are points
@@ -125,7 +130,8 @@ class DemandMeter:
             slope_s = math.fsum((r - mean_r) * (itl - mean_s) for r, itl in points) / len(points) / square
             slope_s = min(max(slope_s, 0.05 * mean_s / mean_r), mean_s / mean_r)
             return mean_s - slope_s * mean_r, slope_s
-        return BASE_SHARE * mean_s, (1 - BASE_SHARE) * mean_s / max(1.0, mean_r)
+        slope_s = (1 - BASE_SHARE) * mean_s / max(GUESSED_SEATS, mean_r)  # few requests are not what makes it long
+        return mean_s - slope_s * mean_r, slope_s
 
 
 class _Mean:
