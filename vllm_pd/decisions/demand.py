@@ -53,6 +53,12 @@ class FleetLook(msgspec.Struct, frozen=True):
     slow: float = 0.0
 
 
+def bounded(look: FleetLook) -> FleetLook:
+    """The same look with numbers that are finite and not below 0. Its `at_s` is left as it is."""
+    return msgspec.structs.replace(look, **{name: _bounded(value) for name, value in msgspec.structs.asdict(look).items()
+                                            if name not in ("at_s", "decodes")})
+
+
 class Demand(msgspec.Struct, frozen=True):
     """What was asked for in `seconds`. `prefill_s`: seconds of a prefill engine for one request; `answer_tokens` of
     one. The time between two tokens of a decode engine with r requests is `base_s + slope_s * r`. `late`: the share of

@@ -11,7 +11,7 @@ done, each with a fleet in virtual time (`vllm_pd.decisions.virtual_fleet`) that
 
 Of each the good requests are summed up, and fade with HALF_LIFE_S. Another candidate is followed when it leads by MARGIN
 of that sum, and more the more often that has happened in the last hour, and by what the change would cost. What a
-candidate promised and did not keep while it was followed is deducted from its sum.
+candidate promises is corrected by what was seen at times at which the real engines had its split, too.
 
 The length of an answer is known at its end only. So virtual time is DELAY_S behind, and a request has the mean length of
 the answers that ended about when its own did. Trackers are given what was known then.
@@ -23,7 +23,7 @@ from collections import deque
 
 import msgspec
 
-from vllm_pd.decisions.demand import Demand, FleetLook, Targets
+from vllm_pd.decisions.demand import Demand, FleetLook, Targets, bounded
 from vllm_pd.decisions.virtual_fleet import VirtualFleet, VirtualRequest
 
 HALF_LIFE_S = 1800.0
@@ -32,6 +32,8 @@ ROOM = 1.1  # times as much as here makes another split one to go to
 MARGIN = 0.1
 SWITCHES_S = 3600.0
 COST_SHARE = 0.5  # of the requests of a change's time
+TRACKER_SHARE = 0.85  # where it is as good as a fixed split, that is to be preferred
+MOST_TRUST = 2.0
 TRUST_S = 60.0  # of all requests: so many weigh as much for what a candidate promises as what was seen of it
 SETTLE_CHANGES = 3.0  # times of a change after which a new split has no more of the old one's queues
 DELAY_S = 40.0
@@ -41,7 +43,7 @@ LEAST_ANSWERS = 3  # of a look whose mean counts
 PROMPT_SIGMA, ANSWER_SIGMA = 0.4, 0.5  # lengths are lognormal about the mean of a look
 MAX_ENGINES = 64
 MAX_SPLITS = 15  # fixed ones that are computed
-MAX_ARRIVED = 5000  # requests of a look: more take too long to compute
+MAX_ARRIVED = 2000  # requests of a look; of more, each stands for several
 
 
 class SplitChoice(msgspec.Struct, frozen=True):
@@ -51,12 +53,15 @@ class SplitChoice(msgspec.Struct, frozen=True):
 
 
 class _Candidate:
-    """A fleet in virtual time. `gained`: its good requests; `promised`, `kept`: of the times at which it was followed,
-    those that it had and those that were seen. All fade."""
+    """A fleet in virtual time. `gained`: its good requests; `promised`, `kept`: of the times at which it had the split of
+    the real engines, those that it had and those that were seen there. All fade."""
+
+    share = 1.0  # of what it gains that counts
 
     def __init__(self, fleet: VirtualFleet, name: str) -> None:
         self.fleet, self.name = fleet, name
         self.gained = self.promised = self.kept = 0.0
+        self.changed_at = float("-inf")  # when its split was another one
 
     def fade(self, seconds: float) -> None:
         """Time passes."""
@@ -64,8 +69,9 @@ class _Candidate:
         self.gained, self.promised, self.kept = self.gained * left, self.promised * left, self.kept * left
 
     def value(self, doubt: float) -> float:
-        """What it has gained, as far as its promises were kept. `doubt`: requests."""
-        return self.gained * min(1.0, (self.kept + doubt) / (self.promised + doubt)) if doubt > 0 else self.gained
+        """What it has gained, corrected by how its promises were kept. `doubt`: requests."""
+        trust = min(MOST_TRUST, (self.kept + doubt) / (self.promised + doubt)) if doubt > 0 else 1.0
+        return self.gained * trust * self.share
 
     def split(self, demand: Demand, prefills: int) -> int:
         """The one to have, with this demand, where `prefills` engines prefill now."""
@@ -92,6 +98,7 @@ class _Fixed(_Candidate):
 
 class _Tracker(_Candidate):
     """Goes after the demand: in virtual time and, where it is followed, with the real engines."""
+    share = TRACKER_SHARE
 
     def __init__(self, fleet: VirtualFleet, patience_s: float, room: "_Room") -> None:
         super().__init__(fleet, f"tracker with a patience of {patience_s:g} s")
@@ -150,14 +157,15 @@ class _Arrivals:
     def requests(self, look: FleetLook, demand: Demand) -> list[VirtualRequest]:
         """Those that came in the look's time: at times that were drawn, with the tokens of all divided by chance."""
         count = min(MAX_ARRIVED, round(look.arrived))
+        each = look.arrived / count if count else 0.0
         grown, self._waiting_tokens = look.waiting_tokens - self._waiting_tokens, look.waiting_tokens
         if count < 1:
             return []
         times = sorted(look.at_s - demand.seconds * self._random.random() for _ in range(count))
         tokens = look.prompt_tokens + grown
-        prefill_s = demand.prefill_s * count if look.tokens_per_s <= 0 else max(0.0, tokens) / look.tokens_per_s
+        prefill_s = demand.prefill_s * look.arrived if look.tokens_per_s <= 0 else max(0.0, tokens) / look.tokens_per_s
         lengths = sorted(self._lengths)
-        return [VirtualRequest(at_s, share * prefill_s / count, max(1.0, other * _at(lengths, at_s, demand.answer_tokens)))
+        return [VirtualRequest(at_s, share * prefill_s / count, max(1.0, each * other * _at(lengths, at_s, demand.answer_tokens)))
                 for at_s, share, other in zip(times, self._shares(count, PROMPT_SIGMA),
                                               self._shares(count, ANSWER_SIGMA), strict=True)]
 
@@ -207,15 +215,16 @@ class SplitPlanner:
         self._has_begun, self._arrived = False, 0.0
         self._arrivals = _Arrivals()
         self._kept: deque[tuple[FleetLook, Demand]] = deque()
-        self._settled_at = float("-inf")  # from when on what is seen is due to what is followed
+        self._settled_at = float("-inf")  # from when on what is seen is due to the split that is chosen
         self._switches: deque[float] = deque(maxlen=64)
 
     def receive(self, look: FleetLook, demand: Demand, prefills: int) -> SplitChoice:
         """The split to have after this look and its demand. `prefills`: engines that prefill now, those that change
         counted at their new role."""
+        look = bounded(look)
         if prefills != self._chosen:
             self._settled_at = look.at_s + SETTLE_CHANGES * self._change_s
-        self._arrived += max(0.0, look.arrived)
+        self._arrived += look.arrived
         self._arrivals.see(look)
         self._kept.append((look, demand))
         while self._kept and self._kept[0][0].at_s <= look.at_s - DELAY_S:
@@ -224,10 +233,12 @@ class SplitPlanner:
             if self._arrived < FIRST_REQUESTS:
                 return SplitChoice(prefills, "nothing to go by yet")
             self._has_begun = True
-            self._follow(self._fixed[self._room.best(demand)], look.at_s)
+            self._follow(self._fixed[self._room.best(demand)])
         else:
             self._compare(look.at_s, demand)
-        self._chosen = self._followed.split_now(demand, prefills)
+        if (chosen := self._followed.split_now(demand, prefills)) != self._chosen:
+            self._settled_at = look.at_s + SETTLE_CHANGES * self._change_s
+        self._chosen = chosen
         return SplitChoice(self._chosen, self._followed.name)
 
     def gains(self) -> dict[str, float]:
@@ -241,10 +252,14 @@ class SplitPlanner:
             candidate.fade(demand.seconds)
             good = candidate.fleet.advance(requests, look.at_s, latest.base_s, latest.slope_s)
             candidate.gained += good
-            if candidate is self._followed and look.at_s > self._settled_at:
+            split = candidate.fleet.prefills
+            settled_at = max(self._settled_at, candidate.changed_at + SETTLE_CHANGES * self._change_s)
+            if split == self._chosen and look.at_s > settled_at:
                 candidate.promised += good
                 candidate.kept += demand.good
-            candidate.fleet.want(candidate.split(demand, candidate.fleet.prefills))
+            candidate.fleet.want(wanted := candidate.split(demand, split))
+            if wanted != split:
+                candidate.changed_at = look.at_s
 
     def _compare(self, now: float, demand: Demand) -> None:
         while self._switches and self._switches[0] <= now - SWITCHES_S:
@@ -257,10 +272,8 @@ class SplitPlanner:
         cost = COST_SHARE * demand.requests_per_s * self._change_s * changes
         if best is not self._followed and values[best] - values[self._followed] > margin + cost:
             self._switches.append(now)
-            self._follow(best, now)
+            self._follow(best)
 
-    def _follow(self, candidate: _Candidate, now: float) -> None:
-        if candidate is not self._followed:
-            self._settled_at = now + SETTLE_CHANGES * self._change_s
+    def _follow(self, candidate: _Candidate) -> None:
         self._followed = candidate
         candidate.begin()
