@@ -67,8 +67,8 @@ def measure(task: tuple[str, int, int]) -> dict:
         found[start] = {"share": round(run.share, 4), "ratio": round(run.share / fixed[best], 3),
                         "changes": len(run.orders)}
     return {"load": name, "seed": seed, "at_once": at_once, "requests": len(arrivals), "best": best,
-            "best_share": round(fixed[best], 4), "fixed": {prefills: round(share, 4) for prefills, share in fixed.items()},
-            "starts": found}
+            "best_share": round(fixed[best], 4), "starts": found,
+            "fixed": {prefills: round(share, 4) for prefills, share in fixed.items()}}
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from vllm_pd.decisions.virtual_fleet import VirtualFleet, VirtualRequest
 
 TARGETS = Targets(5.0, 0.04)
 BASE_S, SLOPE_S = 0.02, 0.00125
-PREFILL = (4.0, 1.2, 170.0)  # requests a second, seconds of prefill, answer tokens: 4.8 engines of prefill, 1.7 of decode
-DECODE = (4.0, 0.4, 480.0)  # 1.6 and 4.8
+# Requests a second, seconds of prefill, answer tokens: the work of 4.8 prefill and 1.7 decode engines, and 1.6 and 4.8.
+PREFILL, DECODE = (4.0, 1.2, 170.0), (4.0, 0.4, 480.0)
 
 
 def steady(kind: tuple[float, float, float], seconds: float, begin_s: float = 0.0) -> list[VirtualRequest]:
@@ -150,7 +150,8 @@ def test_what_promises_more_than_it_keeps_is_followed_no_longer():
     planner = SplitPlanner(8, 6, TARGETS, 30.0, 8)
     chosen = []
     for number in range(1, 150):
-        demand = Demand(10.0 * number, 10.0, *PREFILL, BASE_S, SLOPE_S, good=4.0 if not chosen or chosen[-1] == 6 else 30.0)
+        good = 4.0 if not chosen or chosen[-1] == 6 else 30.0
+        demand = Demand(10.0 * number, 10.0, *PREFILL, BASE_S, SLOPE_S, good=good)
         look = FleetLook(10.0 * number, 40, 480_000, 40, 40 * 170.0, 0.03, tokens_per_s=10_000)
         chosen.append(planner.receive(look, demand, chosen[-1] if chosen else 6).prefills)
     assert chosen[5] == 6 and chosen[-1] == 5

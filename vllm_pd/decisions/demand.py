@@ -55,15 +55,16 @@ class FleetLook(msgspec.Struct, frozen=True):
 
 def bounded(look: FleetLook) -> FleetLook:
     """The same look with numbers that are finite and not below 0. Its `at_s` is left as it is."""
-    return msgspec.structs.replace(look, **{name: _bounded(value) for name, value in msgspec.structs.asdict(look).items()
+    counted = msgspec.structs.asdict(look)
+    return msgspec.structs.replace(look, **{name: _bounded(value) for name, value in counted.items()
                                             if name not in ("at_s", "decodes")})
 
 
 class Demand(msgspec.Struct, frozen=True):
     """What was asked for in `seconds`. `prefill_s`: seconds of a prefill engine for one request; `answer_tokens` of
     one. The time between two tokens of a decode engine with r requests is `base_s + slope_s * r`. `late`: the share of
-    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode. `good`: requests
-    that ended and met both targets, about."""
+    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode. `good`:
+    requests that ended and met both targets, about."""
     at_s: float
     seconds: float
     requests_per_s: float

@@ -9,12 +9,12 @@ done, each with a fleet in virtual time (`vllm_pd.decisions.virtual_fleet`) that
 - *trackers*: each goes to the split with the most room for the present demand, once that has been another one for as
   long as its patience.
 
-Of each the good requests are summed up, and fade with HALF_LIFE_S. Another candidate is followed when it leads by MARGIN
-of that sum, and more the more often that has happened in the last hour, and by what the change would cost. What a
-candidate promises is corrected by what was seen at times at which the real engines had its split, too.
+Of each the good requests are summed up, and fade with HALF_LIFE_S. Another candidate is followed when it leads by
+MARGIN of that sum, and more the more often that has happened in the last hour, and by what the change would cost. What
+a candidate promises is corrected by what was seen at times at which the real engines had its split, too.
 
-The length of an answer is known at its end only. So virtual time is DELAY_S behind, and a request has the mean length of
-the answers that ended about when its own did. Trackers are given what was known then.
+The length of an answer is known at its end only. So virtual time is DELAY_S behind, and a request has the mean length
+of the answers that ended about when its own did. Trackers are given what was known then.
 """
 import math
 import random
@@ -53,8 +53,8 @@ class SplitChoice(msgspec.Struct, frozen=True):
 
 
 class _Candidate:
-    """A fleet in virtual time. `gained`: its good requests; `promised`, `kept`: of the times at which it had the split of
-    the real engines, those that it had and those that were seen there. All fade."""
+    """A fleet in virtual time. `gained`: its good requests; `promised`, `kept`: of the times at which it had the split
+    of the real engines, those that it had and those that were seen there. All fade."""
 
     share = 1.0  # of what it gains that counts
 
@@ -165,9 +165,11 @@ class _Arrivals:
         tokens = look.prompt_tokens + grown
         prefill_s = demand.prefill_s * look.arrived if look.tokens_per_s <= 0 else max(0.0, tokens) / look.tokens_per_s
         lengths = sorted(self._lengths)
-        return [VirtualRequest(at_s, share * prefill_s / count, max(1.0, each * other * _at(lengths, at_s, demand.answer_tokens)))
-                for at_s, share, other in zip(times, self._shares(count, PROMPT_SIGMA),
-                                              self._shares(count, ANSWER_SIGMA), strict=True)]
+        prompts = self._shares(count, PROMPT_SIGMA)
+        answers = (max(1.0, each * share * _at(lengths, at_s, demand.answer_tokens))
+                   for at_s, share in zip(times, self._shares(count, ANSWER_SIGMA), strict=True))
+        return [VirtualRequest(at_s, share * prefill_s / count, answer)
+                for at_s, share, answer in zip(times, prompts, answers, strict=True)]
 
     def _shares(self, count: int, sigma: float) -> list[float]:
         """Lognormal numbers whose mean is 1."""
@@ -189,8 +191,8 @@ def _at(points: list[tuple[float, float]], x: float, otherwise: float) -> float:
 
 class SplitPlanner:
     """Chooses the split of `count` engines, of which `prefills` prefill now. `change_s`: how long an engine that
-    changes is missing; `at_once`: how many may. At least `least_prefills` and `least_decodes` do each. Raises ValueError
-    for what is not possible. Owned by one caller."""
+    changes is missing; `at_once`: how many may. At least `least_prefills` and `least_decodes` do each. Raises
+    ValueError for what is not possible. Owned by one caller."""
 
     def __init__(self, count: int, prefills: int, targets: Targets, change_s: float = 30.0, at_once: int = 1,
                  least_prefills: int = 1, least_decodes: int = 1) -> None:
