@@ -9,11 +9,11 @@ the fleet into prefill and decode engines is.
 No history is needed: what was never seen is guessed (GUESSED_*), and each figure is kept in bounds.
 """
 import math
-from collections import deque
 
 import msgspec
 
-KEPT_POINTS = 60  # of (running, ITL); at a look each 10 s the last ten minutes
+POINTS_A_DOUBLING, NEW_SHARE = 3, 0.2  # of running requests; of a new time between tokens in what was seen there
+KEPT_S = 6 * 3600.0
 FULL_COUNT = 30.0  # requests whose mean is trusted without older ones
 MIN_SPREAD = 0.2  # of the running requests, of their mean: with less the line has no slope of its own
 MAX_NUMBER = 1e12
@@ -98,7 +98,7 @@ class DemandMeter:
         self._speed = GUESSED_SPEED
         self._prompt = _Mean(GUESSED_PROMPT)
         self._answer = _Mean(GUESSED_ANSWER)
-        self._points: deque[tuple[float, float]] = deque(maxlen=KEPT_POINTS)
+        self._line = _Line(targets.itl_s)
         self._at_s: float | None = None
         self._waiting_tokens = 0.0
 
@@ -115,21 +115,37 @@ class DemandMeter:
         self._prompt.add(_bounded(look.arrived), _bounded(look.prompt_tokens) + (grown if before is not None else 0.0))
         self._answer.add(_bounded(look.answers), _bounded(look.answer_tokens))
         if look.decodes > 0 and _known(look.itl_s):
-            self._points.append((_bounded(look.running) / look.decodes, max(MIN_ITL_S, _bounded(look.itl_s))))
+            self._line.add(now, _bounded(look.running) / look.decodes, max(MIN_ITL_S, _bounded(look.itl_s)))
         if before is None:
             return None
-        base_s, slope_s = self._line()
+        base_s, slope_s = self._line.fit()
         late, slow = _share(look.late, look.first_tokens), _share(look.slow, look.answers)
         return Demand(now, now - before, _bounded(look.arrived) / (now - before), self._prompt.value / self._speed,
                       self._answer.value, base_s, slope_s, late, _bounded(look.waiting), _bounded(look.running),
                       _bounded(look.answers) * (1 - late) * (1 - slow))
 
-    def _line(self) -> tuple[float, float]:
-        """(base, slope) of the time between two tokens over running requests: by least squares where there are points
-        far enough from each other; else through their mean, or as the guess says."""
-        points = self._points
+class _Line:
+    """The time between two tokens over the running requests of an engine: `base + slope * running`. An engine that is
+    full is seen at one number of requests only, and one with little to do at few. So what was seen at others is kept,
+    one point for about as many requests, for KEPT_S."""
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._points: dict[int, tuple[float, float, float]] = {}  # (seen at, running, seconds)
+
+    def add(self, at_s: float, running: float, itl_s: float) -> None:
+        """Of one look."""
+        place = round(POINTS_A_DOUBLING * math.log2(max(1.0, running)))
+        _, r, mean_s = self._points.get(place, (at_s, running, itl_s))
+        self._points[place] = at_s, r + (running - r) * NEW_SHARE, mean_s + (itl_s - mean_s) * NEW_SHARE
+        self._points = {key: point for key, point in self._points.items() if point[0] > at_s - KEPT_S}
+
+    def fit(self) -> tuple[float, float]:
+        """(base, slope): by least squares where there are points far enough from each other; else through their mean,
+        or as the guess says."""
+        points = [(r, itl_s) for _, r, itl_s in self._points.values()]
         if not points:
-            return BASE_SHARE * self._targets.itl_s, (1 - BASE_SHARE) * self._targets.itl_s / GUESSED_SEATS
+            return BASE_SHARE * self._target_s, (1 - BASE_SHARE) * self._target_s / GUESSED_SEATS
         mean_r = math.fsum(point[0] for point in points) / len(points)
         mean_s = math.fsum(point[1] for point in points) / len(points)
         square = math.fsum((point[0] - mean_r)**2 for point in points) / len(points)
@@ -137,7 +153,8 @@ class DemandMeter:
             slope_s = math.fsum((r - mean_r) * (itl - mean_s) for r, itl in points) / len(points) / square
             slope_s = min(max(slope_s, 0.05 * mean_s / mean_r), mean_s / mean_r)
             return mean_s - slope_s * mean_r, slope_s
-        slope_s = (1 - BASE_SHARE) * mean_s / max(GUESSED_SEATS, mean_r)  # few requests are not what makes it long
+        loaded_s = mean_s - BASE_SHARE * min(mean_s, self._target_s)  # many requests make it long, few do not
+        slope_s = loaded_s / max(GUESSED_SEATS, mean_r)
         return mean_s - slope_s * mean_r, slope_s
 
 
