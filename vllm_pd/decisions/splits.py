@@ -32,7 +32,6 @@ ROOM = 1.1  # times as much as here makes another split one to go to
 MARGIN = 0.1
 SWITCHES_S = 3600.0
 COST_SHARE = 0.5  # of the requests of a change's time
-TRACKER_SHARE = 0.85  # where it is as good as a fixed split, that is to be preferred
 MOST_TRUST = 2.0
 TRUST_S = 60.0  # of all requests: so many weigh as much for what a candidate promises as what was seen of it
 SETTLE_CHANGES = 3.0  # times of a change after which a new split has no more of the old one's queues
@@ -56,8 +55,6 @@ class _Candidate:
     """A fleet in virtual time. `gained`: its good requests; `promised`, `kept`: of the times at which it had the split
     of the real engines, those that it had and those that were seen there. All fade."""
 
-    share = 1.0  # of what it gains that counts
-
     def __init__(self, fleet: VirtualFleet, name: str) -> None:
         self.fleet, self.name = fleet, name
         self.gained = self.promised = self.kept = 0.0
@@ -71,7 +68,7 @@ class _Candidate:
     def value(self, doubt: float) -> float:
         """What it has gained, corrected by how its promises were kept. `doubt`: requests."""
         trust = min(MOST_TRUST, (self.kept + doubt) / (self.promised + doubt)) if doubt > 0 else 1.0
-        return self.gained * trust * self.share
+        return self.gained * trust
 
     def split(self, demand: Demand, prefills: int) -> int:
         """The one to have, with this demand, where `prefills` engines prefill now."""
@@ -98,7 +95,6 @@ class _Fixed(_Candidate):
 
 class _Tracker(_Candidate):
     """Goes after the demand: in virtual time and, where it is followed, with the real engines."""
-    share = TRACKER_SHARE
 
     def __init__(self, fleet: VirtualFleet, patience_s: float, room: "_Room") -> None:
         super().__init__(fleet, f"tracker with a patience of {patience_s:g} s")
