@@ -49,7 +49,7 @@ def test_a_look_has_what_was_counted_between_two_readings_of_either_engine(itl):
     assert (look.arrived, look.answers, look.first_tokens) == (40, 40, 40)
     assert look.prompt_tokens == 36_000, "prefix hits are no work"
     assert look.answer_tokens == 4000 and look.itl_s == pytest.approx(0.03)
-    assert look.late == pytest.approx(10)
+    assert look.late == pytest.approx(10) and look.slow == pytest.approx(4)
     assert (look.running, look.waiting, look.waiting_tokens) == (4, 2, 1600)
     assert (look.decodes, look.tokens_per_s) == (1, 5000.0)
 

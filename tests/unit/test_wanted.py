@@ -42,6 +42,14 @@ def test_the_meter_finds_the_line_of_the_time_between_tokens():
     assert found.base_s == pytest.approx(0.02) and found.slope_s == pytest.approx(0.00125)
 
 
+def test_few_requests_are_not_what_makes_the_time_between_tokens_long():
+    """Of a large fleet with little to do. It would want more of what has nothing to do."""
+    meter = DemandMeter(TARGETS)
+    for number in range(20):
+        found = meter.receive(FleetLook(10.0 * number, arrived=40, running=10, decodes=10, itl_s=0.02125))
+    assert found.seats(0.04) > 16
+
+
 numbers = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.floats(0, 1e6))
 looks = st.builds(FleetLook, at_s=numbers, **{
     name: numbers for name in FleetLook.__struct_fields__ if name not in ("at_s", "decodes")},

@@ -9,11 +9,11 @@ the fleet into prefill and decode engines is.
 No history is needed: what was never seen is guessed (GUESSED_*), and each figure is kept in bounds.
 """
 import math
-from collections import deque
 
 import msgspec
 
-KEPT_POINTS = 60  # of (running, ITL); at a look each 10 s the last ten minutes
+POINTS_A_DOUBLING, NEW_SHARE = 3, 0.2  # of running requests; of a new time between tokens in what was seen there
+KEPT_S = 6 * 3600.0
 FULL_COUNT = 30.0  # requests whose mean is trusted without older ones
 MIN_SPREAD = 0.2  # of the running requests, of their mean: with less the line has no slope of its own
 MAX_NUMBER = 1e12
@@ -32,7 +32,8 @@ class Targets(msgspec.Struct, frozen=True):
 class FleetLook(msgspec.Struct, frozen=True):
     """The fleet at `at_s`, and what was counted since the look before, at all its engines. `arrived`: requests of
     clients. `prompt_tokens`: those of prompts that were prefilled, without prefix hits of the decode engine.
-    `answers`, `answer_tokens`: requests that ended. `itl_s`: the mean time between two tokens, 0: there were none.
+    `answers`, `answer_tokens`: requests that ended, `slow`: those of them whose mean time between two tokens missed the
+    target. `itl_s`: the mean time between two tokens, 0: there were none.
     `first_tokens`, `late`: requests with a first token, and those of them after the target. Now: `running` requests
     that decode, `waiting` ones without a first token with `waiting_tokens` to prefill, `decodes`: decode engines;
     `tokens_per_s`: of one busy prefill engine, 0: not known."""
@@ -49,12 +50,21 @@ class FleetLook(msgspec.Struct, frozen=True):
     decodes: int = 0
     tokens_per_s: float = 0.0
     waiting_tokens: float = 0.0
+    slow: float = 0.0
+
+
+def bounded(look: FleetLook) -> FleetLook:
+    """The same look with numbers that are finite and not below 0. Its `at_s` is left as it is."""
+    counted = msgspec.structs.asdict(look)
+    return msgspec.structs.replace(look, **{name: _bounded(value) for name, value in counted.items()
+                                            if name not in ("at_s", "decodes")})
 
 
 class Demand(msgspec.Struct, frozen=True):
     """What was asked for in `seconds`. `prefill_s`: seconds of a prefill engine for one request; `answer_tokens` of
     one. The time between two tokens of a decode engine with r requests is `base_s + slope_s * r`. `late`: the share of
-    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode."""
+    first tokens after the target; `waiting`: requests that have none yet; `running`: those that decode. `good`:
+    requests that ended and met both targets, about."""
     at_s: float
     seconds: float
     requests_per_s: float
@@ -65,6 +75,7 @@ class Demand(msgspec.Struct, frozen=True):
     late: float = 0.0
     waiting: float = 0.0
     running: float = 0.0
+    good: float = 0.0
 
     def prefill_engines(self) -> float:
         """How many prefill engines would be busy all the time."""
@@ -87,7 +98,7 @@ class DemandMeter:
         self._speed = GUESSED_SPEED
         self._prompt = _Mean(GUESSED_PROMPT)
         self._answer = _Mean(GUESSED_ANSWER)
-        self._points: deque[tuple[float, float]] = deque(maxlen=KEPT_POINTS)
+        self._line = _Line(targets.itl_s)
         self._at_s: float | None = None
         self._waiting_tokens = 0.0
 
@@ -104,20 +115,37 @@ class DemandMeter:
         self._prompt.add(_bounded(look.arrived), _bounded(look.prompt_tokens) + (grown if before is not None else 0.0))
         self._answer.add(_bounded(look.answers), _bounded(look.answer_tokens))
         if look.decodes > 0 and _known(look.itl_s):
-            self._points.append((_bounded(look.running) / look.decodes, max(MIN_ITL_S, _bounded(look.itl_s))))
+            self._line.add(now, _bounded(look.running) / look.decodes, max(MIN_ITL_S, _bounded(look.itl_s)))
         if before is None:
             return None
-        base_s, slope_s = self._line()
+        base_s, slope_s = self._line.fit()
+        late, slow = _share(look.late, look.first_tokens), _share(look.slow, look.answers)
         return Demand(now, now - before, _bounded(look.arrived) / (now - before), self._prompt.value / self._speed,
-                      self._answer.value, base_s, slope_s, _share(look.late, look.first_tokens),
-                      _bounded(look.waiting), _bounded(look.running))
+                      self._answer.value, base_s, slope_s, late, _bounded(look.waiting), _bounded(look.running),
+                      _bounded(look.answers) * (1 - late) * (1 - slow))
 
-    def _line(self) -> tuple[float, float]:
-        """(base, slope) of the time between two tokens over running requests: by least squares where there are points
-        far enough from each other; else through their mean, or as the guess says."""
-        points = self._points
+class _Line:
+    """The time between two tokens over the running requests of an engine: `base + slope * running`. An engine that is
+    full is seen at one number of requests only, and one with little to do at few. So what was seen at others is kept,
+    one point for about as many requests, for KEPT_S."""
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._points: dict[int, tuple[float, float, float]] = {}  # (seen at, running, seconds)
+
+    def add(self, at_s: float, running: float, itl_s: float) -> None:
+        """Of one look."""
+        place = round(POINTS_A_DOUBLING * math.log2(max(1.0, running)))
+        _, r, mean_s = self._points.get(place, (at_s, running, itl_s))
+        self._points[place] = at_s, r + (running - r) * NEW_SHARE, mean_s + (itl_s - mean_s) * NEW_SHARE
+        self._points = {key: point for key, point in self._points.items() if point[0] > at_s - KEPT_S}
+
+    def fit(self) -> tuple[float, float]:
+        """(base, slope): by least squares where there are points far enough from each other; else through their mean,
+        or as the guess says."""
+        points = [(r, itl_s) for _, r, itl_s in self._points.values()]
         if not points:
-            return BASE_SHARE * self._targets.itl_s, (1 - BASE_SHARE) * self._targets.itl_s / GUESSED_SEATS
+            return BASE_SHARE * self._target_s, (1 - BASE_SHARE) * self._target_s / GUESSED_SEATS
         mean_r = math.fsum(point[0] for point in points) / len(points)
         mean_s = math.fsum(point[1] for point in points) / len(points)
         square = math.fsum((point[0] - mean_r)**2 for point in points) / len(points)
@@ -125,7 +153,9 @@ class DemandMeter:
             slope_s = math.fsum((r - mean_r) * (itl - mean_s) for r, itl in points) / len(points) / square
             slope_s = min(max(slope_s, 0.05 * mean_s / mean_r), mean_s / mean_r)
             return mean_s - slope_s * mean_r, slope_s
-        return BASE_SHARE * mean_s, (1 - BASE_SHARE) * mean_s / max(1.0, mean_r)
+        loaded_s = mean_s - BASE_SHARE * min(mean_s, self._target_s)  # many requests make it long, few do not
+        slope_s = loaded_s / max(GUESSED_SEATS, mean_r)
+        return mean_s - slope_s * mean_r, slope_s
 
 
 class _Mean:

@@ -12,8 +12,9 @@ from vllm_pd.ops.top import FleetReading, MemberReading
 
 TTFT = "vllm:time_to_first_token_seconds"
 ITL_NAMES = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")  # V1's, V0's
+PER_REQUEST = "vllm:request_time_per_output_token_seconds"  # V1's; without it the time of each token counts
 ANSWERS = "vllm:request_generation_tokens"
-WANTED = ("vllm:num_requests_running", "vllm:num_requests_waiting", TTFT, *ITL_NAMES, ANSWERS,
+WANTED = ("vllm:num_requests_running", "vllm:num_requests_waiting", TTFT, *ITL_NAMES, PER_REQUEST, ANSWERS,
           "vllm:prompt_tokens_total", "vllm:prefix_cache_hits_total", "vllm:pd_parked_blocks", "vllm:pd_degraded",
           "vllm:pd_control_dead")
 MAX_VALUE = 1e15
@@ -36,15 +37,16 @@ def look_at(before: FleetReading, after: FleetReading, targets: Targets) -> Flee
     seconds = math.fsum(total(f"{name}_sum") for name in ITL_NAMES)
     running, waiting = (math.fsum(_figure(one.figures, f"vllm:num_requests_{which}") for _, one in clients)
                         for which in ("running", "waiting"))
+    paces = (PER_REQUEST, ) if total(f"{PER_REQUEST}_count") else ITL_NAMES
     grown = math.fsum(_open(new.figures) - _open(old.figures) for old, new in clients
                       if old is not None and old.figures is not None)
     prompt_tokens = max(0.0, total("vllm:prompt_tokens_total") - total("vllm:prefix_cache_hits_total"))
     return FleetLook(
         at_s, max(0.0, answers + grown), prompt_tokens, answers, total(f"{ANSWERS}_sum"),
-        seconds / tokens if tokens else 0.0, first, _late_share(both, targets.ttft_s) * first, running, waiting,
+        seconds / tokens if tokens else 0.0, first, _above(both, (TTFT, ), targets.ttft_s) * first, running, waiting,
         len(clients), _prefill_speed(after),
         math.fsum(_figure(one.figures, "vllm:pd_parked_blocks") * max(0, one.member.fingerprint.block_size)
-                  for _, one in clients))
+                  for _, one in clients), _above(both, paces, targets.itl_s) * answers)
 
 
 def _added(before: MemberReading | None, now: MemberReading) -> MetricsSnapshot | None:
@@ -66,14 +68,15 @@ def _open(figures: MetricsSnapshot) -> float:
     return _figure(figures, "vllm:num_requests_running") + _figure(figures, "vllm:num_requests_waiting")
 
 
-def _late_share(added: list[MetricsSnapshot], target_s: float) -> float:
-    """The share of first tokens after the target, of 1: of those above the first bucket that holds it."""
+def _above(added: list[MetricsSnapshot], names: tuple[str, ...], bound_s: float) -> float:
+    """The share of what histograms counted above a bound, of 1: of what is above the first bucket that holds it."""
     buckets: dict[float, float] = {}
     for one in added:
-        for (edge, ), count in one.by(f"{TTFT}_bucket", "le").items():
-            if (edge_s := _number(edge)) is not None and math.isfinite(count):
-                buckets[edge_s] = buckets.get(edge_s, 0.0) + max(0.0, count)
-    held = min((edge for edge in buckets if edge >= target_s), default=None)
+        for name in names:
+            for (edge, ), count in one.by(f"{name}_bucket", "le").items():
+                if (edge_s := _number(edge)) is not None and math.isfinite(count):
+                    buckets[edge_s] = buckets.get(edge_s, 0.0) + max(0.0, count)
+    held = min((edge for edge in buckets if edge >= bound_s), default=None)
     whole = buckets.get(math.inf, 0.0)
     return min(1.0, max(0.0, 1 - buckets[held] / whole)) if held is not None and whole > 0 else 0.0
 

@@ -21,7 +21,7 @@ import msgspec
 
 from vllm_pd.ops.scrape import MetricsSnapshot
 from vllm_pd.ops.top import FleetReading, MemberReading, degraded_reason
-from vllm_pd.peer.degraded import Cause
+from vllm_pd.peer.degraded import DegradedReason
 from vllm_pd.protocol.messages import Member, Role, StatusReply
 
 HOUR_S = 3600.0
@@ -262,7 +262,7 @@ def _is_well(one: MemberReading, lacking: bool) -> bool:
     if one.figures is None or one.fault or one.figures.value("vllm:pd_control_dead"):
         return False
     reason = degraded_reason(one.figures)
-    return not reason or lacking and reason == Cause.PEER.value
+    return not reason or lacking and reason == DegradedReason.PEER.value
 
 
 def _burden(one: MemberReading) -> tuple[bool, float, float, str]:

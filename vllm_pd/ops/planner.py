@@ -155,7 +155,7 @@ class FleetDivider:
             self._shape = shape
             try:
                 self._splitter = SplitPlanner(count, self._in_bounds(present), self._targets, self._options.cool_down_s,
-                                              *shape[1:])
+                                              least_prefills=shape[1], least_decodes=shape[2])
             except ValueError as error:
                 self._say(f"no split: {error}")
 

@@ -93,7 +93,7 @@ class Fleet:
             float(running.sum() / (running / pace_s).sum()) if len(running) else 0.0, added["first"], added["late"],
             float(running.sum()), float(totals["next"] - totals["head"]),
             max(len(running), int(numpy.sum(works & (engines["role"] == DECODE)))), self._machine.tokens_per_s,
-            float(totals["arrived_tokens"] - totals["prompt_tokens"]))
+            float(totals["arrived_tokens"] - totals["prompt_tokens"]), added["slow"])
 
     def _order(self, now: float, wanted: WantedEngines, result: Run) -> None:
         """Engines that still start are taken back first, then those with the fewest requests."""

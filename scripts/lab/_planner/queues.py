@@ -9,7 +9,7 @@ ENGINE = numpy.dtype([("role", "i8"), ("goal", "i8"), ("ready", "f8"), ("job", "
                       ("at", "f8"), ("end", "f8"), ("count", "i8")])
 TOTALS = numpy.dtype([("next", "i8"), ("taken", "i8"), ("head", "i8"), ("tail", "i8"), ("arrived", "f8"),
                       ("prompt_tokens", "f8"), ("answers", "f8"), ("answer_tokens", "f8"),
-                      ("first", "f8"), ("late", "f8"), ("arrived_tokens", "f8")])
+                      ("first", "f8"), ("late", "f8"), ("arrived_tokens", "f8"), ("slow", "f8")])
 
 
 @numba.njit(cache=False)
@@ -56,6 +56,7 @@ def advance(engines, seats, requests, fifo, totals, good, until, speed, base, sl
             t.answers += 1
             t.answer_tokens += requests[one, 2]
             slow = (now - requests[one, 3]) / requests[one, 2] > itl
+            t.slow += slow
             good[one] = requests[one, 3] - requests[one, 0] <= ttft and not slow
             plan_end(engines, seats, who, base, slope)
             e.ready = max(e.ready, now)
