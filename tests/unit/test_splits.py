@@ -138,6 +138,13 @@ def test_a_load_that_shifts_is_followed():
     assert served.chosen[-1] == 2 and served.good / served.came > 0.6, "no fixed split has more than half"
 
 
+@pytest.mark.parametrize("start", [2, 4, 6])
+def test_where_there_is_enough_nothing_changes(start):
+    served = Served(start)
+    served.serve((1.0, 1.2, 170.0), 600.0)
+    assert set(served.chosen) == {start} and served.good / served.came > 0.95
+
+
 def test_what_is_not_carried_out_goes_on_being_said():
     """A dry run: the real engines stay as they are."""
     served = Served(2)

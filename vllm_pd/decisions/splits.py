@@ -29,6 +29,7 @@ from vllm_pd.decisions.virtual_fleet import VirtualFleet, VirtualRequest
 HALF_LIFE_S = 1800.0
 PATIENCE_S = (0.0, 15.0, 45.0, 120.0)
 ROOM = 1.1  # times as much as here makes another split one to go to
+ENOUGH = 1.5  # times the demand: with that much room here no other split is better
 MARGIN = 0.1
 SWITCHES_S = 3600.0
 COST_SHARE = 0.5  # of the requests of a change's time
@@ -113,8 +114,8 @@ class _Tracker(_Candidate):
         return split
 
     def _go(self, demand: Demand, prefills: int, missed_s: float) -> tuple[float, int]:
-        best = self._room.best(demand)
-        if self._room.of(demand, best) <= ROOM * self._room.of(demand, prefills):
+        best = self._room.best(demand, prefills)
+        if best == prefills:
             return 0.0, prefills
         missed_s += demand.seconds
         return (0.0, best) if missed_s > self._patience_s else (missed_s, prefills)
@@ -131,9 +132,11 @@ class _Room:
         return min(prefills / max(1e-9, demand.prefill_engines()),
                    (self._count - prefills) / max(1e-9, demand.decode_engines(self._itl_s)))
 
-    def best(self, demand: Demand) -> int:
-        """The split with the most."""
-        return max(self._splits, key=lambda split: self.of(demand, split))
+    def best(self, demand: Demand, prefills: int) -> int:
+        """The split with the most; that with `prefills` where it has enough, or about as much."""
+        here = self.of(demand, prefills)
+        best = max(self._splits, key=lambda split: self.of(demand, split))
+        return best if here < ENOUGH and self.of(demand, best) > ROOM * here else prefills
 
 
 class _Arrivals:
@@ -231,7 +234,7 @@ class SplitPlanner:
             if self._arrived < FIRST_REQUESTS:
                 return SplitChoice(prefills, "nothing to go by yet")
             self._has_begun = True
-            self._follow(self._fixed[self._room.best(demand)])
+            self._follow(self._fixed[self._room.best(demand, self._chosen)])
         else:
             self._compare(look.at_s, demand)
         if (chosen := self._followed.split_now(demand, prefills)) != self._chosen:
