@@ -823,8 +823,23 @@ class TestMembership:
             assert {worker.source for worker in workers} == {WorkerSource.STATIC, WorkerSource.OPERATOR}
             membership.update([self.member("a", "http://h:9", m.Role.PREFILL)], 1.0)
             assert membership.remove("http://h:9") and not membership.remove("http://h:9")
-            membership.update([], 2.0)
-            assert [worker.url for worker in workers] == ["http://h:8"], "an operator has removed the other"
+            for role in (m.Role.PREFILL, m.Role.DECODE):
+                membership.update([self.member("a", "http://h:9", role)], 2.0)
+                assert [worker.url for worker in workers] == ["http://h:8"], "an operator has removed the other"
+
+    async def test_one_that_was_named_comes_back_while_the_registry_is_silent(self):
+        """It may have been drained, and be a new engine by now."""
+        async with self.following(broker=f"tcp://127.0.0.1:{take_free('127.0.0.1')}", workers=("http://h:9", ),
+                                  registry_period_s=0.05, registry_timeout_s=0.1,
+                                  registry_patience_s=0.5) as (membership, workers):
+            membership.start()
+            membership.update([self.member("a", "http://h:9", m.Role.PREFILL)], 0.0)
+            assert not len(workers)
+            async with asyncio.timeout(50):
+                while not len(workers):
+                    await asyncio.sleep(0.02)
+            assert membership.problem and [worker.source for worker in workers] == [WorkerSource.STATIC]
+            await membership.close()
 
     async def test_an_open_request_goes_on_at_one_that_becomes_a_prefill_engine(self):
         async with self.following(workers=("http://h:9", )) as (membership, workers):

@@ -24,6 +24,7 @@ from vllm_pd.protocol import messages as m
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 BOTH, PREFILL, DECODE = m.Role.BOTH, m.Role.PREFILL, m.Role.DECODE
 STEP_S, COOL_DOWN_S = 10.0, 30.0
+COOL_DOWNS = int(COOL_DOWN_S / STEP_S) + 1  # looks
 FOUR = {"p": PREFILL, "a": DECODE, "b": DECODE, "c": DECODE}
 
 
@@ -63,8 +64,8 @@ class PlayedEngine:
         self.figures = ""
 
     def gauges(self) -> dict[str, int]:
-        return {"running": self.open_requests + self.open_jobs, "waiting": 0, "prefill_jobs": self.open_jobs,
-                "changes_role": int(self.born is BOTH)}
+        return {"running": self.open_requests + self.open_jobs, "waiting": 0, "clients": self.open_requests,
+                "prefill_jobs": self.open_jobs, "unproven_jobs": 0, "changes_role": int(self.born is BOTH)}
 
 
 class PlayedFleet:
@@ -347,10 +348,44 @@ def test_an_engine_that_leaves_during_its_change_ends_it(given, leave):
         del fleet.engines[name]
     else:
         fleet.engines[name].draining = True
+        fleet.run(2)
+        assert fleet.flips(FlipOutcome.LOST) == 0, "it may be paused"
+        fleet.run(COOL_DOWNS)
     fleet.run(1)
     assert fleet.flips(FlipOutcome.LOST) == 1
-    fleet.run(5)
+    fleet.run(2 * COOL_DOWNS)
     assert len(fleet.orders) == 2
+
+
+def test_a_number_of_engines_that_changes_for_a_moment_ends_nothing_that_is_known(given):
+    """A prefill engine that is paused, or hangs, is listed as draining meanwhile."""
+    given.wanted = 1
+    fleet = PlayedFleet({**FOUR, "p": PREFILL})
+    fleet.run(3 * COOL_DOWNS)
+    made = len(given.made)
+    for _ in range(10):
+        fleet.engines["p"].draining = not fleet.engines["p"].draining
+        fleet.run(1)
+    assert len(given.made) == made and not fleet.orders
+    fleet.engines["p"].draining = True
+    fleet.run(3 * COOL_DOWNS)
+    assert len(given.made) == made + 1 and len(fleet.orders) == 1
+    fleet.engines["p"].draining = False
+    fleet.run(3 * COOL_DOWNS)
+    assert len(given.made) == made + 1, "what is known of so many engines is kept"
+
+
+def test_where_no_engine_decodes_any_more_one_does(given):
+    """The last one has died. Clients come before prefills."""
+    given.wanted = 1
+    fleet = PlayedFleet({"a": DECODE, "b": DECODE})
+    fleet.run_until_order()
+    fleet.run(3 * COOL_DOWNS)
+    [survivor] = set(fleet.names())
+    for name in fleet.engines.keys() - {survivor}:
+        del fleet.engines[name]
+    fleet.run(3 * COOL_DOWNS)
+    assert fleet.engines[survivor].role is DECODE
 
 
 def test_an_engine_that_refuses_is_left_alone_for_longer_each_time_and_another_is_asked(given):
@@ -483,8 +518,11 @@ def test_a_rule_that_is_not_possible_is_said_once_and_changes_nothing(given):
 
 
 @pytest.mark.parametrize("to, role, gauges, over", [
-    (PREFILL, PREFILL, {"running": 2, "prefill_jobs": 2}, True),
-    (PREFILL, PREFILL, {"running": 2, "waiting": 1, "prefill_jobs": 2}, False),
+    (PREFILL, PREFILL, {"running": 2, "clients": 0, "prefill_jobs": 2}, True),
+    (PREFILL, PREFILL, {"running": 1, "clients": 1, "prefill_jobs": 9}, False),  # jobs that are no requests as yet
+    (PREFILL, PREFILL, {"running": 1, "prefill_jobs": 1}, False),  # of an older release
+    (DECODE, DECODE, {"prefill_jobs": 2, "unproven_jobs": 2}, True),
+    (DECODE, DECODE, {"prefill_jobs": 2, "unproven_jobs": 1}, False),
     (PREFILL, DECODE, {}, False), (PREFILL, PREFILL, {}, True), (DECODE, DECODE, {"running": 9}, True),
     (DECODE, DECODE, {"running": 9, "prefill_jobs": 1}, False)])
 def test_what_is_open_of_the_old_role(to, role, gauges, over):

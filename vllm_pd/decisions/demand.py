@@ -17,7 +17,7 @@ KEPT_S = 6 * 3600.0
 FULL_COUNT = 30.0  # requests whose mean is trusted without older ones
 MIN_SPREAD = 0.2  # of the running requests, of their mean: with less the line has no slope of its own
 MAX_NUMBER = 1e12
-MIN_ITL_S, MIN_SPEED = 1e-5, 1e-3
+MIN_ITL_S, MAX_ITL_S, MIN_SPEED = 1e-5, 10.0, 1e-3
 GUESSED_SPEED, GUESSED_SEATS = 10_000.0, 16.0  # tokens a second of a prefill engine; requests of a decode engine
 GUESSED_PROMPT, GUESSED_ANSWER = 2000.0, 200.0  # tokens
 BASE_SHARE = 0.5  # of the ITL that is there without other requests, where no line can be drawn
@@ -115,7 +115,8 @@ class DemandMeter:
         self._prompt.add(_bounded(look.arrived), _bounded(look.prompt_tokens) + (grown if before is not None else 0.0))
         self._answer.add(_bounded(look.answers), _bounded(look.answer_tokens))
         if look.decodes > 0 and _known(look.itl_s):
-            self._line.add(now, _bounded(look.running) / look.decodes, max(MIN_ITL_S, _bounded(look.itl_s)))
+            itl_s = min(MAX_ITL_S, max(MIN_ITL_S, _bounded(look.itl_s)))
+            self._line.add(now, _bounded(look.running) / look.decodes, itl_s)
         if before is None:
             return None
         base_s, slope_s = self._line.fit()
@@ -123,6 +124,7 @@ class DemandMeter:
         return Demand(now, now - before, _bounded(look.arrived) / (now - before), self._prompt.value / self._speed,
                       self._answer.value, base_s, slope_s, late, _bounded(look.waiting), _bounded(look.running),
                       _bounded(look.answers) * (1 - late) * (1 - slow))
+
 
 class _Line:
     """The time between two tokens over the running requests of an engine: `base + slope * running`. An engine that is

@@ -43,7 +43,10 @@ LEAST_ANSWERS = 3  # of a look whose mean counts
 PROMPT_SIGMA, ANSWER_SIGMA = 0.4, 0.5  # lengths are lognormal about the mean of a look
 MAX_ENGINES = 64
 MAX_SPLITS = 15  # fixed ones that are computed
-MAX_ARRIVED = 2000  # requests of a look; of more, each stands for several
+MAX_ARRIVED = 2000  # requests of a look: more take too long to compute
+# Times the target that one prompt may take, and tokens of one answer: a look that says more would fill all fleets for
+# hours.
+LONGEST_TTFT, MAX_ANSWER = 10.0, 20_000.0
 
 
 class SplitChoice(msgspec.Struct, frozen=True):
@@ -140,12 +143,13 @@ class _Room:
 
 
 class _Arrivals:
-    """Makes requests of looks."""
+    """Makes requests of looks. `longest_s`: what one prompt takes at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
         self._random = random.Random(0)  # the same looks give the same requests
         self._lengths: deque[tuple[float, float]] = deque(maxlen=SEEN_LENGTHS)
-        self._waiting_tokens = 0.0
+        self._waiting_tokens: float | None = None
 
     def see(self, look: FleetLook) -> None:
         """Note how long the answers are that have ended, and about when they were asked for."""
@@ -155,19 +159,19 @@ class _Arrivals:
 
     def requests(self, look: FleetLook, demand: Demand) -> list[VirtualRequest]:
         """Those that came in the look's time: at times that were drawn, with the tokens of all divided by chance."""
-        count = min(MAX_ARRIVED, round(look.arrived))
-        each = look.arrived / count if count else 0.0
-        grown, self._waiting_tokens = look.waiting_tokens - self._waiting_tokens, look.waiting_tokens
+        count = round(look.arrived)
+        before, self._waiting_tokens = self._waiting_tokens, look.waiting_tokens
+        grown = 0.0 if before is None else look.waiting_tokens - before
         if count < 1:
             return []
         times = sorted(look.at_s - demand.seconds * self._random.random() for _ in range(count))
         tokens = look.prompt_tokens + grown
-        prefill_s = demand.prefill_s * look.arrived if look.tokens_per_s <= 0 else max(0.0, tokens) / look.tokens_per_s
+        prefill_s = demand.prefill_s * count if look.tokens_per_s <= 0 else max(0.0, tokens) / look.tokens_per_s
         lengths = sorted(self._lengths)
         prompts = self._shares(count, PROMPT_SIGMA)
-        answers = (max(1.0, each * share * _at(lengths, at_s, demand.answer_tokens))
+        answers = (min(MAX_ANSWER, max(1.0, share * _at(lengths, at_s, demand.answer_tokens)))
                    for at_s, share in zip(times, self._shares(count, ANSWER_SIGMA), strict=True))
-        return [VirtualRequest(at_s, share * prefill_s / count, answer)
+        return [VirtualRequest(at_s, min(self._longest_s, share * prefill_s / count), answer)
                 for at_s, share, answer in zip(times, prompts, answers, strict=True)]
 
     def _shares(self, count: int, sigma: float) -> list[float]:
@@ -214,15 +218,18 @@ class SplitPlanner:
         self._followed: _Candidate = self._fixed[now]
         self._chosen = now
         self._has_begun, self._arrived = False, 0.0
-        self._arrivals = _Arrivals()
+        self._arrivals = _Arrivals(LONGEST_TTFT * targets.ttft_s)
         self._kept: deque[tuple[FleetLook, Demand]] = deque()
         self._settled_at = float("-inf")  # from when on what is seen is due to the split that is chosen
         self._switches: deque[float] = deque(maxlen=64)
 
-    def receive(self, look: FleetLook, demand: Demand, prefills: int) -> SplitChoice:
-        """The split to have after this look and its demand. `prefills`: engines that prefill now, those that change
-        counted at their new role."""
+    def receive(self, look: FleetLook, demand: Demand, prefills: int) -> SplitChoice | None:
+        """The split to have after this look and its demand; None while there is nothing to go by. `prefills`: engines
+        that prefill now, those that change counted at their new role."""
         look = bounded(look)
+        if look.arrived > MAX_ARRIVED:
+            self._chosen = prefills
+            return SplitChoice(prefills, f"more than {MAX_ARRIVED} requests in a look: make them shorter")
         if prefills != self._chosen:
             self._settled_at = look.at_s + SETTLE_CHANGES * self._change_s
         self._arrived += look.arrived
@@ -232,9 +239,11 @@ class SplitPlanner:
             self._replay(*self._kept.popleft(), demand)
         if not self._has_begun:
             if self._arrived < FIRST_REQUESTS:
-                return SplitChoice(prefills, "nothing to go by yet")
+                self._chosen = prefills
+                return None
             self._has_begun = True
-            self._follow(self._fixed[self._room.best(demand, self._chosen)])
+            best = self._room.best(demand, prefills)
+            self._follow(self._fixed[min(self._fixed, key=lambda split: abs(split - best))])
         else:
             self._compare(look.at_s, demand)
         if (chosen := self._followed.split_now(demand, prefills)) != self._chosen:

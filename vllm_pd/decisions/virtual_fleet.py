@@ -2,7 +2,7 @@
 """A fleet in virtual time: what would have become of the same requests with other roles. Pure.
 
 Prompts wait in one queue, in the order in which they came; a prefill engine computes one at a time. A prefilled request
-goes to the decode engine with the fewest. All requests of a decode engine get their tokens at one pace,
+goes to the decode engine with the fewest; each has SEATS. All requests of a decode engine get their tokens at one pace,
 `base_s + slope_s * requests` for each. An engine that changes its role takes nothing new, finishes what it has, and
 works in the new one no sooner than `change_s` later. A request is good if its first token and its mean time between
 tokens meet the targets.
@@ -14,7 +14,8 @@ import msgspec
 
 from vllm_pd.decisions.demand import Targets
 
-MAX_WAITING = 10_000  # requests of either queue: what comes then is lost
+MAX_WAITING = 2000  # requests of either queue: what comes then is lost
+SEATS = 256  # of a decode engine
 NEVER = float("inf")
 
 
@@ -37,10 +38,6 @@ class _Engine(msgspec.Struct):
     at_s: float = 0.0
     running: list[tuple[float, int, VirtualRequest, float]] = msgspec.field(default_factory=list)
     plan: int = 0
-
-    @property
-    def is_busy(self) -> bool:
-        return self.job is not None or bool(self.running)
 
     @property
     def works(self) -> bool:
@@ -160,7 +157,8 @@ class VirtualFleet:
                     engine.job_end_s = self._now + engine.job.prefill_s
                     self._plan(engine)
         while self._prefilled:
-            able = [engine for engine in self._engines if not engine.prefills and not engine.goal]
+            able = [engine for engine in self._engines
+                    if not engine.prefills and not engine.goal and len(engine.running) < SEATS]
             if not able:
                 return
             self._begin(min(able, key=lambda engine: len(engine.running)), self._prefilled.popleft())

@@ -70,7 +70,7 @@ class Handover(ABC):
 
     @abstractmethod
     def _load(self) -> Load:
-        """How busy the engine is, but for its jobs from peers."""
+        """What is in the engine's queues, jobs from peers among it, and its free blocks."""
 
     @abstractmethod
     def _has_running(self) -> bool:
@@ -124,9 +124,13 @@ class Handover(ABC):
     def _report_load(self) -> None:
         """Pass the present load on to the protocol, which sends it with each heartbeat."""
         load, jobs = self._load(), self.prefill_jobs
-        if jobs is not None:
+        requests = load.running + load.waiting
+        if jobs is None:
+            load = msgspec.structs.replace(load, clients=requests)
+        else:
             tokens = self.remote_prefills.job_tokens = jobs.job_tokens
-            load = msgspec.structs.replace(load, job_tokens=tokens, tokens_per_s=self.speed.tokens_per_s)
+            load = msgspec.structs.replace(load, job_tokens=tokens, tokens_per_s=self.speed.tokens_per_s,
+                                           clients=max(0, requests - jobs.requests_here))
         self.protocol.set_load(load)
 
     def _give_back_jobs(self) -> None:

@@ -102,6 +102,11 @@ class PrefillHandover(ABC):
         return self.unproven_blocks + self.quarantined_blocks + self._session.lasting_hold_blocks()
 
     @property
+    def requests_here(self) -> int:
+        """Jobs that are requests of the engine which it has not computed yet."""
+        return sum(job.request is not None and job.state in NOT_COMPUTED for job in self._jobs.values())
+
+    @property
     def idle(self) -> bool:
         """Whether a step has nothing to do here: no job, no client's prompt in turn, no transfer request."""
         return not (self._jobs or self._to_keep or self._requests)

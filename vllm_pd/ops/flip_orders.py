@@ -6,6 +6,7 @@ Questions and orders run in threads, and each has a deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -90,8 +91,9 @@ class FlipOrders:
         """The registry once it shows this; nothing where it does not within `SHOWN_S`."""
         deadline_s = time.monotonic() + SHOWN_S
         while time.monotonic() < deadline_s:
-            members = {member.incarnation: member for member in self._list()}
-            if holds(members):
-                return members
+            with contextlib.suppress(PDError):  # a broker that is slow at this moment
+                members = {member.incarnation: member for member in self._list()}
+                if holds(members):
+                    return members
             time.sleep(POLL_S)
         return {}

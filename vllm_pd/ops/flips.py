@@ -74,6 +74,7 @@ class _OpenFlip:
     def __init__(self, flip: Flip, at_s: float, problem: str) -> None:
         self.flip, self.at_s, self.problem = flip, at_s, problem
         self.shown = self.late = False
+        self.drains_since: float | None = None  # a prefill engine that is paused or hangs is listed so for a while
 
 
 def acts_as(member: Member) -> Role:
@@ -91,16 +92,16 @@ def serving(reading: FleetReading) -> list[MemberReading]:
     return [one for one in reading.engines if not one.member.draining]
 
 
-def requests_of_clients(status: StatusReply) -> int:
-    """How many requests of clients are open in the engine; what peers have it prefill is not counted."""
-    gauges = status.gauges
-    return max(0, gauges.get("running", 0) + gauges.get("waiting", 0) - gauges.get("prefill_jobs", 0))
-
-
 def is_over(status: StatusReply, to: Role) -> bool:
-    """Whether the engine acts as `to` and has nothing open of its other role."""
-    left = status.gauges.get("prefill_jobs", 0) if to is Role.DECODE else requests_of_clients(status)
-    return status.member.role is to and not left
+    """Whether the engine acts as `to` and has nothing open of its other role: no request of a client; or no job, but
+    those whose writes are unproven, which last as long as their decode engine. An engine of an older release does not
+    say which of its requests are clients'."""
+    gauges = status.gauges
+    if to is Role.DECODE:
+        left = gauges.get("prefill_jobs", 0) - gauges.get("unproven_jobs", 0)
+    else:
+        left = gauges.get("clients", gauges.get("running", 0) + gauges.get("waiting", 0))
+    return status.member.role is to and left <= 0
 
 
 class FlipBook:
@@ -158,7 +159,7 @@ class FlipBook:
         engines = serving(reading)
         lacking = not any(acts_as(one.member) is to for one in engines)
         well = [one for one in engines if acts_as(one.member) is not to and _is_well(one, lacking)]
-        if len(well) < 2:
+        if len(well) < 2 and not (well and lacking and to is Role.DECODE):  # clients come before prefills
             return f"only one engine that {'prefills' if to is Role.DECODE else 'decodes'} is well"
         able = [one for one in well if self._may_change(one.member)
                 and now_s >= self._failed.get(one.member.incarnation, (0, -math.inf))[1]]
@@ -208,8 +209,11 @@ class FlipBook:
             return []
         name, to = flip.flip.member.incarnation, flip.flip.to
         member = next((one.member for one in reading.engines if one.member.incarnation == name), None)
-        if member is None or member.draining:
+        if member is None:
             return [self._end(FlipOutcome.LOST, "it has left")]
+        flip.drains_since = None if not member.draining else now_s if flip.drains_since is None else flip.drains_since
+        if member.draining and now_s - flip.drains_since >= self._bounds.cool_down_s:
+            return [self._end(FlipOutcome.LOST, "it drains")]
         flip.shown = flip.shown or member.role is to
         if member.role is not to and (flip.shown or member.role is not flip.flip.member.role):
             return [self._end(FlipOutcome.LOST, f"somebody has made it {member.role.value}")]

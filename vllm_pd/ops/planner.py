@@ -9,6 +9,7 @@ It keeps nothing: one that is started again begins with the next reading.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -28,6 +29,8 @@ from vllm_pd.ops.top import FleetReading
 from vllm_pd.ops.top_readings import REGISTRY_S, FleetReader
 from vllm_pd.protocol.messages import Member, StatusReply
 from vllm_pd.rpc.ports import require_free
+
+KEPT_SHAPES = 4  # numbers of engines whose `SplitPlanner` is kept
 
 
 class PlannerFamilies:
@@ -113,7 +116,9 @@ class FleetDivider:
         self._targets = Targets(options.ttft_ms / 1e3, options.itl_ms / 1e3)
         self._book = FlipBook(FlipBounds(options.cool_down_s, options.flips_per_hour), clock())
         self._splitter: SplitPlanner | None = None
-        self._shape: tuple[int, int, int] | None = None  # of `_splitter`: its count and the least numbers
+        self._shape: tuple[int, int, int] | None = None  # of the engines: their count and the least numbers
+        self._shape_since = -math.inf
+        self._splitters: dict[tuple[int, int, int], SplitPlanner] = {}  # the last used one last
         self._flip: Flip | None = None
         self._said: tuple[object, ...] = ()
 
@@ -131,9 +136,9 @@ class FleetDivider:
         count, present = len(serving(reading)), self._book.prefills(reading)
         self._follow(count, present, self._book.fixed(reading))
         self._flip = None
-        if self._splitter is None:
+        choice = self._choose(look, demand, count, present)
+        if choice is None:
             return
-        choice = self._splitter.receive(look, demand, self._in_bounds(present))
         self._families.split.labels("prefill").set(choice.prefills)
         self._families.split.labels("decode").set(count - choice.prefills)
         found = self._book.choose(self._clock(), reading, choice.prefills)
@@ -144,25 +149,40 @@ class FleetDivider:
             self._said = said
             self._say(describe_split(choice, count, present, found, self._options.flip))
 
-    def _follow(self, count: int, present: int, fixed: tuple[int, int]) -> None:
-        """A new `SplitPlanner` where there are other engines than before, of which `fixed` (prefill, decode) can't
-        change; none where these can't be divided in another way."""
-        shape = count, max(1, fixed[0]), max(1, fixed[1])
-        if sum(fixed) == count:
-            self._drop()
-        elif shape != self._shape:
-            self._drop()
-            self._shape = shape
-            try:
-                self._splitter = SplitPlanner(count, self._in_bounds(present), self._targets, self._options.cool_down_s,
-                                              least_prefills=shape[1], least_decodes=shape[2])
-            except ValueError as error:
-                self._say(f"no split: {error}")
+    def _choose(self, look: FleetLook, demand: Demand, count: int, present: int) -> SplitChoice | None:
+        """None where nothing is said."""
+        if count and present == count:
+            return SplitChoice(count - 1, "no engine decodes")
+        if self._splitter is None:
+            return None
+        return self._splitter.receive(look, demand, self._in_bounds(present))
 
-    def _drop(self) -> None:
-        self._shape = self._splitter = None
-        self._said = ()
-        self._families.split.clear()
+    def _follow(self, count: int, present: int, fixed: tuple[int, int]) -> None:
+        """The `SplitPlanner` of the engines that are there, of which `fixed` (prefill, decode) can't change; none where
+        these can't be divided in another way, or for a cool-down after their number has changed: an engine that is
+        paused for a while, or ends again and again, is not to end what is known."""
+        shape = count, max(1, fixed[0]), max(1, fixed[1])
+        now = self._clock()
+        if shape != self._shape:
+            self._shape, self._shape_since = shape, now if self._splitters else -math.inf
+            self._splitter, self._said = None, ()
+            self._families.split.clear()
+        if self._splitter is None and sum(fixed) < count and now - self._shape_since >= self._options.cool_down_s:
+            self._splitter = self._splitters.pop(shape, None) or self._made(shape, present)
+            if self._splitter is not None:
+                self._splitters[shape] = self._splitter
+                if len(self._splitters) > KEPT_SHAPES:
+                    self._splitters.pop(next(iter(self._splitters)))
+
+    def _made(self, shape: tuple[int, int, int], present: int) -> SplitPlanner | None:
+        try:
+            return SplitPlanner(shape[0], self._in_bounds(present), self._targets, self._options.cool_down_s,
+                                least_prefills=shape[1], least_decodes=shape[2])
+        except ValueError as error:
+            if self._said != (str(error), ):
+                self._said = (str(error), )
+                self._say(f"no split: {error}")
+            return None
 
     def _in_bounds(self, prefills: int) -> int:
         """Engines that act as `kv_both` count as decode engines, so there may be fewer that prefill than must be."""
@@ -225,7 +245,7 @@ async def _plan(reader: FleetReader, planner: FleetPlanner, orders: FlipOrders, 
     statuses: dict[str, StatusReply] = {}
     while True:
         reading = await reader.read()
-        decided = planner.receive(reading, statuses)
+        decided = await asyncio.to_thread(planner.receive, reading, statuses)  # of many engines it takes seconds
         if options.once and decided:
             return
         if (flip := planner.take_flip()) is not None:

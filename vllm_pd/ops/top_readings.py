@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 
 from vllm_pd.broker.members import Access, list_members
-from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.ops.options import TopOptions
 from vllm_pd.ops.pages import MIB, PageReader, api_key, authorization
 from vllm_pd.ops.scrape import MetricsSnapshot, parse
@@ -80,7 +80,7 @@ class FleetReader:
         try:
             listed = await asyncio.to_thread(list_members, self._broker, REGISTRY_S, self._access)
             self._members, queue_length = listed.members, listed.queue_length
-        except ControlError as error:
+        except PDError as error:  # of the broker, or of a key file that is not there at this moment
             fault = str(error)
         turns = asyncio.Semaphore(FETCHES)
         tasks = {asyncio.ensure_future(self._in_turn(turns, member)): member for member in self._members}

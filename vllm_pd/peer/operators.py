@@ -188,6 +188,7 @@ class OperatorSession(Session):
             "decode_granted": states[AttemptState.GRANTED],
             "decode_fenced": len(self._decode.fenced()),
             "prefill_jobs": len(self._prefill.states()),
+            "unproven_jobs": len(self._prefill.unproven_jobs()),
             "holds": len(self._prefill.holds),
             "peers": len(self._prefill.peers()) + len(self._decode.peers),
             "parted": len(self._parted),

@@ -129,5 +129,6 @@ class EngineState:
     def gauges(self) -> dict[str, int]:
         """Gauges for a status."""
         load = self._load or m.Load()
-        return {"running": load.running, "waiting": load.waiting, "free_blocks": load.free_blocks,
+        clients = load.running + load.waiting if load.clients is None else load.clients
+        return {"running": load.running, "waiting": load.waiting, "clients": clients, "free_blocks": load.free_blocks,
                 "drained": int(self.left), "changes_role": int(self.can_change_role)}

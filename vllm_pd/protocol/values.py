@@ -122,13 +122,15 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """How busy an engine is; in every heartbeat. Of a prefill engine: `job_tokens`, the prompt tokens of the jobs that
     it has taken and not computed yet, without what their decode engines have cached, and `tokens_per_s`, how fast it
     computes prompts as it has measured; 0: not measured, or an older release. Over NATS: `queued_tokens`, those of the
-    engine's own jobs that nobody has got yet; None: an older release."""
+    engine's own jobs that nobody has got yet; None: an older release. `clients`: those of `running` and `waiting` that
+    are no jobs of peers; None: an older release."""
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0
     job_tokens: Count = 0
     tokens_per_s: Rate = 0.0
     queued_tokens: Count | None = None
+    clients: Count | None = None
 
 
 class PrefillLoad(msgspec.Struct, frozen=True, array_like=True):

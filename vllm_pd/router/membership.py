@@ -89,12 +89,19 @@ class Membership:
         again while its process lives. Raises ConfigError for an invalid URL."""
         name = parse_worker("url", url)
         worker = self._workers.get(name)
-        if worker is not None and worker.incarnation is not None:
-            self._dismissed[worker.incarnation] = None
-            if len(self._dismissed) > MAX_DISMISSED:
-                self._dismissed.popitem(last=False)
         was_left_out = self._left_out.pop(name, None) is not None
+        if was_left_out:
+            for member in self.members:
+                if member.http.rstrip("/") == name:
+                    self._dismiss(member.incarnation)
+        elif worker is not None and worker.incarnation is not None:
+            self._dismiss(worker.incarnation)
         return self._workers.remove(name) or was_left_out
+
+    def _dismiss(self, incarnation: str) -> None:
+        self._dismissed[incarnation] = None
+        if len(self._dismissed) > MAX_DISMISSED:
+            self._dismissed.popitem(last=False)
 
     def update(self, members: list[Member], now_s: float) -> None:
         """Add and remove workers so that they fit the registry's present `members`."""
@@ -115,7 +122,7 @@ class Membership:
             if not is_wanted or not member.role.decodes:
                 unwanted.add(url)
         self.unwanted = frozenset(url for url in unwanted if url not in wanted or not wanted[url].role.decodes)
-        self._follow_named()
+        self._follow_named(self.unwanted)
         present = {member.incarnation for member in members}
         taken = {member.http.rstrip("/") for member in members if member.http} - wanted.keys()
         for url, member in wanted.items():
@@ -147,16 +154,16 @@ class Membership:
                            "every broker, engine and router that file", ", ".join(addresses[:8]))
         self._elsewhere = addresses
 
-    def _follow_named(self) -> None:
+    def _follow_named(self, unwanted: frozenset[str]) -> None:
         """Of the workers that the command line or an operator has named, leave out those that must get no clients'
         requests, and take back those that may again."""
         for worker in self._workers:
-            if worker.source in _NAMED and not worker.prefills and worker.url in self.unwanted:
+            if worker.source in _NAMED and not worker.prefills and worker.url in unwanted:
                 logger.info("worker %s is left out: by the registry it drains or only prefills", worker.url)
                 self._left_out[worker.url] = worker.source
                 self._workers.remove(worker.url)
         for url, source in list(self._left_out.items()):
-            if url not in self.unwanted and self._workers.get(url) is None and self._workers.add(url, source):
+            if url not in unwanted and self._workers.get(url) is None and self._workers.add(url, source):
                 logger.info("worker %s is back", url)
                 del self._left_out[url]
 
@@ -183,14 +190,15 @@ class Membership:
 
     async def _follow(self) -> None:
         """The task that reads the registry every `registry_period_s`, in another thread, and updates the workers. While
-        it can't be read, nobody counts as missing from it."""
+        it can't be read, nobody counts as missing from it, and after a while no named one as unwanted."""
         loop = asyncio.get_running_loop()
+        answered_at = loop.time()
         while True:
             try:
                 listed = await asyncio.to_thread(list_members, self._options.broker, self._options.registry_timeout_s,
                                                  self._options.access, context=self._context, known=self._known)
                 self._note_elsewhere(listed.elsewhere)
-                self.update(list(listed.members), loop.time())
+                self.update(list(listed.members), answered_at := loop.time())
                 self.problem = ""
             except Exception as error:  # of a broker, a socket, a key file: the next reading may succeed
                 if not self.problem:
@@ -198,6 +206,8 @@ class Membership:
                                    exc_info=not isinstance(error, PDError))
                 self.problem = str(error) or repr(error)
                 self._missing_since.clear()
+                if loop.time() - answered_at >= self._options.registry_patience_s:
+                    self._follow_named(frozenset())  # they may be new engines by now; probes say whether they answer
             self._metrics.registry_silent.set(bool(self.problem))
             await asyncio.sleep(self._options.registry_period_s)
 
