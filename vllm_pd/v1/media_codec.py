@@ -104,7 +104,11 @@ def item_parts(item: MultiModalKwargsItem, position: PlaceholderRange) -> list[b
     """The item as bytes, in parts, most of which are the memory of its tensors. Raises MediaFault for one that has
     something in it that is not carried."""
     head, tensors = describe(item, position)
-    encoded = msgspec.msgpack.encode(head)
+    try:
+        encoded = msgspec.msgpack.encode(head)
+        _head.decode(encoded)  # by the bounds of its reader
+    except (*_UNREADABLE, OverflowError) as error:
+        raise MediaFault(str(error)[:200]) from error
     if len(encoded) > MAX_HEAD_BYTES:
         raise MediaFault(f"{len(encoded)} bytes of names and shapes")
     return [len(encoded).to_bytes(_LENGTH_BYTES), encoded, *map(_elements, tensors)]
@@ -123,11 +127,9 @@ def describe(item: MultiModalKwargsItem, position: PlaceholderRange) -> tuple[It
     tensors: list[torch.Tensor] = []
     try:
         fields = tuple(_field_head(name, item[name], tensors) for name in sorted(item))
-        head = ItemHead(fields, _mask(position))
     except (TypeError, ValueError, OverflowError) as error:
         raise error if isinstance(error, MediaFault) else MediaFault(str(error)) from error
-    if not 0 < len(fields) <= MAX_FIELDS:
-        raise MediaFault(f"{len(fields)} fields")
+    head = ItemHead(fields, _mask(position))
     _check(head)
     return head, tensors
 
