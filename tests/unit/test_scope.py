@@ -11,8 +11,8 @@ from vllm_pd.broker.registry import QueueLimits, Registry, may_take
 from vllm_pd.peer.cluster import ClusterView
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Prefill, ToBroker, ToDecode, ToPrefill
-from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.attempts import DecodeLimits
+from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.jobs import JobState, PrefillLimits
 from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.protocol.scope import (

@@ -2,8 +2,8 @@
 """V1's real schedulers with prompts that have images, over the memory of tests/v1/simulated.py.
 
 An image is a table of bytes. The encoder makes a number of it for each token of its placeholder that gets an embedding,
-and keeps these by the image's identifier, as V1's model runner does. A step reads them there: one that is missing, or of
-another image, is an error at once. What a token of an image is to the model is that number, in place of its token id.
+and keeps these by the image's identifier, as V1's model runner does. A step reads them there: one that is missing, or
+of another image, is an error at once. What a token of an image is to the model is that number, in place of its id.
 """
 import hashlib
 import random
@@ -60,7 +60,8 @@ def pixels(content: int) -> MultiModalKwargsItem:
 
 
 def image(offset: int, length: int, content: int, name: str | None = None, holes: bool = False) -> Image:
-    """`name`: the client's own id for it, else one of its content. `holes`: every third token gets no embedding, the first one too."""
+    """`name`: the client's own id for it, else one of its content. `holes`: the first token and each third
+    after it get no embedding."""
     mask = torch.arange(length) % 3 != 0 if holes else None
     return Image(offset, length, pixels(content), name or f"image {content} {length} {holes}", mask)
 

@@ -4,6 +4,7 @@ taken for another, whatever clients call it. The memory under it, and the encode
 as bytes: tests/v1/test_media_codec.py. Real engines: tests/v1_engines/test_real_media.py.
 """
 import random
+import types
 from types import SimpleNamespace
 
 import msgspec
@@ -12,10 +13,11 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem, MultiModalSharedField
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request, RequestStatus
 
-from tests.v1.media import ENCODER, MediaEngine, image, job_of, see, with_images
-from tests.v1.simulated import BLOCK_SIZE, ScopedTokens, WrongRead
+from tests.v1.media import ENCODER, MediaEngine, image, job_of, with_images
+from tests.v1.simulated import BLOCK_SIZE, WrongRead
 from tests.v1.test_hazards import PARKED, end, prompt
 from tests.v1.test_holds import ASKS, HOLD
 from tests.v1.test_scopes import sampling
@@ -27,9 +29,10 @@ from vllm_pd.v1 import binding as binding_module
 from vllm_pd.v1 import media as media_module
 from vllm_pd.v1.adapter_files import AdapterReader
 from vllm_pd.v1.adapters import AdapterBook
+from vllm_pd.v1.connector import PDConnector
+from vllm_pd.v1.engine_access import EngineAccess, _sparing
 from vllm_pd.v1.features import can_go_remote, scope_of
 from vllm_pd.v1.media import NO_OTHERS, MediaBook, encoder_name
-from vllm_pd.v1.prefill import InternalRequests
 
 IMAGES = media_scope("image", ENCODER)
 
@@ -229,15 +232,12 @@ def test_b115_two_images_that_clients_have_given_one_name_are_two(model_folder, 
     p.check_at_rest()
 
 
-def test_b115_a_client_of_p_with_the_same_name_has_its_own_image(p):
-    scope, _ = job_of([image(5, 20, 1)])
-    name = f"pd-image-20-{scope.media[0].digest.hex()}"  # as if it could be guessed and given
+def test_b115_clients_of_p_and_jobs_share_no_image(p):
     one = prompt(100)
     p.ask("client", one, image(5, 20, 1, name="mine"))
     p.run()
-    assert send(p, one, [image(5, 20, 1)], 1) == 100
-    assert name in p.encoded and "mine" in p.encoded
-    p.run()
+    assert send(p, one, [image(5, 20, 2)], 1) == 100
+    assert len(p.encoded) == 2 and "mine" in p.encoded
     p.check_answers()
     p.check_at_rest()
 
@@ -318,6 +318,46 @@ def test_b115_the_data_of_a_job_is_kept_once(p):
     p.transfer.end(str(attempt))
     p.run()
     p.check_at_rest()
+
+
+class Untouchable:
+    """The cache that mirrors the front end's."""
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} of the front end's cache")
+
+
+def test_b115_a_job_goes_past_the_cache_of_the_front_end(model_folder):
+    """It is what P's front end believes it to be, and another thread's."""
+    p = MediaEngine(model_folder, role="kv_producer")
+    core = SimpleNamespace(scheduler=p.scheduler, mm_receiver_cache=Untouchable(), request_block_hasher=p.hasher)
+    access = EngineAccess(core)
+    p.binding.prefill_jobs._access = SimpleNamespace(takes_requests=True, add=access.add)
+    assert send(p, prompt(100), [image(5, 20, 1)], 0) == 100
+    p.check_at_rest()
+
+
+def test_b115_media_of_clients_are_looked_at_where_requests_are_read(d, monkeypatch):
+    """Not in the step loop, and once. A connector that is yet to be bound looks at none."""
+    looks, item_parts = [], media_module.item_parts
+    monkeypatch.setattr(media_module, "item_parts", lambda *one: looks.append(one) or item_parts(*one))
+    connector = object.__new__(PDConnector)
+    connector.binding = None
+    engine = SimpleNamespace(scheduler=SimpleNamespace(get_kv_connector=lambda: connector))
+    read = EngineCoreRequest("a", with_images(prompt(100), [image(5, 20, 1)]), [image(5, 20, 1).feature],
+                             SamplingParams(max_tokens=4), None, 0.0, None, None, None)
+    prepare = types.MethodType(_sparing(lambda core, request: (Request.from_engine_core_request(request, d.hasher), 0),
+                                        PDConnector), engine)
+    assert prepare(read)[1] == 0 and not looks
+    connector.binding = d.binding
+    made, _ = prepare(read)
+    assert len(looks) == 1
+    d.prompts["a"], d.wanted["a"] = d.seen(made), 4
+    d.scheduler.add_request(made)
+    d.run()
+    assert d.status("a") is PARKED and len(looks) == 2, "once more, for the bytes"
+    d.prefilled("a")
+    end(d)
 
 
 def test_b115_no_prefix_with_images_is_read_from_d(model_folder, in_flight):
@@ -494,5 +534,3 @@ def test_b115_two_engines_must_agree_on_what_the_encoder_gets(tmp_path):
     assert len(set(names)) == 6 and names[-1] == names[-3], "not by where a file is"
     assert encoder_name(config(mm_processor_kwargs={"device": "cuda"})) == names[0], "nor by who makes it"
     assert encoder_name(config(video_pruning_rate=0.0)) == names[0]
-    assert all(media_scope("image", name) != IMAGES for name in names) and media_module.FORMAT == 1
-    assert isinstance(see([1], [], 0), ScopedTokens) and PromptScope().needs == frozenset()

@@ -132,7 +132,7 @@ def field(name="a", kind="batched", number=0, on_cpu=False, data=("number", 1)):
     head(field(kind="pickled")), head(field(kind="__class__")), head(field(data=("tensor", "object", [1])), rest=b"x"),
     head(field(data=("tensor", "Tensor", [1])), rest=b"x"), head(field(data=("tensor", "int8", [2])), rest=b"x"),
     head(field(data=("tensor", "int8", [1])), rest=b"xx"), head(field(data=("tensor", "int8", [-1]))),
-    head(field(data=("tensor", "int8", [1 << 30, 1 << 30, 0]))[:4]), head(field(data=("tensor", "bool", [1])), rest=b"\2"),
+    head(field(data=("tensor", "bool", [1])), rest=b"\2"),
     head(field(data=("tensor", "int64", [1 << 30]))), head(field(data=("list", [["number", 1]] * 5000))),
     head(field(number=1 << 40)), head(field(name="")), head(field(data=("call", "os.system"))),
     head(field(), mask=b"\x20"), head(field(), mask=b"\0\x3f"), head(field(), mask=b"\x40" + bytes(9)),

@@ -203,7 +203,7 @@ class TestLines:
 def test_what_stays_is_what_the_binding_says(monkeypatch, goes):
     """It is asked about a request of each kind that the model can have. No list of our own says which of them go."""
     asked = []
-    monkeypatch.setattr("vllm_pd.v1.features.can_go_remote", lambda request, adapters, media: asked.append(request) or goes)
+    monkeypatch.setattr("vllm_pd.v1.features.can_go_remote", lambda request, *books: asked.append(request) or goes)
     config = SimpleNamespace(lora_config=None, model_config=SimpleNamespace(is_multimodal_model=True,
                                                                             enable_prompt_embeds=True,
                                                                             multimodal_config=None))

@@ -89,8 +89,8 @@ class StopRead(msgspec.Struct, frozen=True):
 class Prefill(msgspec.Struct, frozen=True):
     """P: prefill this prompt. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before
     them in D's cache, and `cached_block_ids` says where. `peer` is D's transport name (`names`), added by an earlier
-    `AddPeer`. `priority` and `scope` are those of D's request, `media` is the encoded data of each of the scope's items,
-    of the size that it says; whether it has the digest is yet to be seen."""
+    `AddPeer`. `priority` and `scope` are those of D's request, `media` is the encoded data of each of the scope's
+    items, of the size that it says; whether it has the digest is yet to be seen."""
     attempt: Attempt
     token_ids: list[int]
     block_ids: list[int]

@@ -48,7 +48,8 @@ class ParkedRequests(DecodeHandover["Request"]):
     """All prompts of one V1 engine that are, or may be, prefilled elsewhere."""
 
     def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, fence: BlockFence,
-                 rows: BlockRows, metrics: PDMetrics, speed: StepSpeed, adapters: AdapterBook, media: MediaBook) -> None:
+                 rows: BlockRows, metrics: PDMetrics, speed: StepSpeed, adapters: AdapterBook,
+                 media: MediaBook) -> None:
         self._adapters, self._media_book = adapters, media
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
         for_drafts = scheduler._spec_decode_step_blocks  # V1 parks a request only where so many are free beside it
