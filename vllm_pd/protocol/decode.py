@@ -586,7 +586,8 @@ class DecodeProtocol:
         return record
 
     def _grant(self, now: float, record: AttemptRecord) -> list[Action]:
-        record.media_sent_at = now
+        if record.media:
+            record.media_sent_at = now
         return [ToPrefill(record.peer, m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks,
                                                self.limits.lease_s, record.media))]
 
