@@ -119,12 +119,13 @@ LARGE = torch.zeros(MAX_MEDIA_BYTES // 2, dtype=torch.uint8)
 @pytest.mark.parametrize("images, fields", [
     ([image(5, 20, 1)._replace(item=None)], {}),
     ([image(5, 20, 1)._replace(item=other_kind(image_embeds=torch.zeros(2)))], {}),
-    ([image(5, 20, 1)._replace(item=other_kind(address=torch.zeros(2, dtype=torch.complex64)))], {}),
+    ([image(5, 20, 1)._replace(item=other_kind(address=3, monotonic_id=4))], {}),
+    ([image(5, 20, 1)._replace(item=other_kind(pixels=torch.zeros(2, dtype=torch.complex64)))], {}),
     ([image(5, 20, 1), image(24, 20, 2)], {}),
     ([image(at, 1, at) for at in range(MAX_MEDIA_ITEMS + 1)], {}),
     ([image(at, 20, 1)._replace(item=other_kind(pixels=LARGE)) for at in (5, 30)], {}),
     ([image(5, 20, 1)], {"lora_request": LoRARequest("adapter", 1, "/nowhere")}),
-], ids=["cached by shared memory", "embeddings", "dtype", "overlap", "many", "large", "adapter"])
+], ids=["not here", "embeddings", "shared memory", "dtype", "overlap", "many", "large", "adapter"])
 def test_b115_what_no_job_carries_stays_on_d(images, fields):
     book, adapters = MediaBook(ENCODER), AdapterBook(None, AdapterReader(lambda: None), is_offering=False)
     asked = Request("a", with_images(prompt(100), images), SamplingParams(max_tokens=4), None, **fields,

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from vllm_pd.protocol.messages import Role
-from vllm_pd.protocol.scope import MAX_MEDIA_BYTES, MAX_MEDIA_ITEMS, NOBODYS, MediaItem, PromptScope, media_scope
+from vllm_pd.protocol.scope import (
+    MAX_MEDIA_BYTES,
+    MAX_MEDIA_ITEMS,
+    MAX_MODALITY_CHARS,
+    NOBODYS,
+    MediaItem,
+    PromptScope,
+    media_scope,
+)
 from vllm_pd.v1.media_codec import (
     FieldHead,
     ItemHead,
@@ -45,7 +53,8 @@ logger = logging.getLogger("vllm.pd")
 FORMAT = 1  # of `media_codec`, and of P's names for items
 NO_OTHERS = (MediaItem(NOBODYS, "none", 0, 1, 1), )  # of a prompt that no other engine can have
 _OF_PIXELS = ("float64", "float32", "float16", "bfloat16", "uint8")
-_PLACED_ELSEWHERE = "embeds"  # in the name of a field: the client has run the encoder itself
+_FROM_CLIENT = "embeds"  # in the name of a field: the client has run the encoder itself
+_SHARED = "address"  # a field in place of all others: the workers have the item, in memory that the front end shares
 
 
 class MediaBook:
@@ -90,8 +99,10 @@ class MediaBook:
             raise MediaFault(f"{len(features)} items, with the settings {self.encoder!r}")
         for one in features:
             place = one.mm_position
-            if one.data is None or any(_PLACED_ELSEWHERE in name for name in one.data):
-                raise MediaFault("the data of an item is not here, or is of a client's encoder")
+            if one.data is None or _SHARED in one.data or len(one.modality) > MAX_MODALITY_CHARS:
+                raise MediaFault("the data of an item is not here, or it is of a kind with a long name")
+            if any(_FROM_CLIENT in name for name in one.data):
+                raise MediaFault("an item is what a client's own encoder has made")
             if not before <= place.offset < place.offset + place.length <= request.num_prompt_tokens - self._own_tokens:
                 raise MediaFault("two items overlap, or the last one is in no job as a whole")
             before = place.offset + place.length
