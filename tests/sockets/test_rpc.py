@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.slow_write import is_open_at_each_write
 from vllm_pd.protocol import messages as m
-from vllm_pd.protocol.scope import PromptScope
+from vllm_pd.protocol.scope import MediaItem, PromptScope
 from vllm_pd.rpc import codec, sockets
 from vllm_pd.rpc.codec import BadFrame, FrameFault
 from vllm_pd.rpc.sockets import SendResult
@@ -20,10 +20,12 @@ ATTEMPT = m.Attempt("d", "r", 3)
 FINGERPRINT = m.Fingerprint(m.PROTOCOL, "model", "float32", "float32", 16, 2, 2, 64, "hnd")
 MEMBER = m.Member("d", m.Role.BOTH, "tcp://127.0.0.1:1", FINGERPRINT, m.Load(1, 2, 3), "host", (m.Process(4, 5),),
                   "tcp://127.0.0.1:2", True)
-JOB = m.Job(ATTEMPT, "tcp://127.0.0.1:1", [1, 2, 3], 0, 1.5, ("p",), scope=PromptScope("s"))
+IMAGE = MediaItem(bytes(32), "image", 1, 2, 5)
+JOB = m.Job(ATTEMPT, "tcp://127.0.0.1:1", [1, 2, 3], 0, 1.5, ("p",), scope=PromptScope("s", b"", (IMAGE, ), "e"))
 MESSAGES = [
     m.Hello(MEMBER, b"x"), m.HelloReply(MEMBER, b""), m.Refused("k", "a", "b"), m.Claim(ATTEMPT, 1, 2, scope=b"s" * 32),
-    m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5), m.Deny(ATTEMPT, 1, m.DenyReason.TAKEN), m.Renew(ATTEMPT, 1, 2),
+    m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5), m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5, (b"image", b"video")),
+    m.Deny(ATTEMPT, 1, m.DenyReason.TAKEN), m.Renew(ATTEMPT, 1, 2),
     m.Renewed(ATTEMPT, 1, 2, 3.0), m.Sent(ATTEMPT, 1, m.Timings(1.0, 2.0, 3.0, 4.0, 5, True)),
     m.ClaimHold(ATTEMPT, ATTEMPT, b"d" * 32), m.HoldGrant(ATTEMPT, ATTEMPT, [1]), m.HoldQuery(ATTEMPT, ATTEMPT),
     m.HoldDenied(ATTEMPT, ATTEMPT, m.DenyReason.TOKENS), m.HoldDone(ATTEMPT, ATTEMPT),

@@ -94,7 +94,7 @@ def load(book, *asked):
 
 
 def asks(lora, salt=""):
-    return SimpleNamespace(cache_salt=salt, lora_request=lora)
+    return SimpleNamespace(cache_salt=salt, lora_request=lora, mm_features=[])
 
 
 def is_known(book, asked):
@@ -111,10 +111,10 @@ def is_known(book, asked):
 
 def test_what_is_loaded_is_known_once_it_is_read(book, reader, files):
     assert book.load(ONE, lambda request: True)
-    assert not is_known(book, ONE) and book.digest(ONE) == b"" and scope_of(asks(ONE), book).adapter == NOBODYS
+    assert not is_known(book, ONE) and book.digest(ONE) == b"" and scope_of(asks(ONE), book, None).adapter == NOBODYS
     reader.turn()
     assert is_known(book, ONE) and len(book.digest(ONE)) == 32 and files.wakes
-    assert scope_of(asks(ONE, "s"), book).needs == {"salt", adapter_scope(book.digest(ONE))}
+    assert scope_of(asks(ONE, "s"), book, None).needs == {"salt", adapter_scope(book.digest(ONE))}
     assert book.request(book.digest(ONE)) == ONE
 
 
@@ -146,7 +146,7 @@ def test_a_job_is_computed_with_what_the_front_end_has_loaded_last(book, files):
 def test_only_what_is_loaded_before_its_first_use_is_known(book):
     book.note_use(ONE)
     load(book, ONE)
-    assert not is_known(book, ONE) and scope_of(asks(ONE), book).adapter == NOBODYS
+    assert not is_known(book, ONE) and scope_of(asks(ONE), book, None).adapter == NOBODYS
     assert not is_known(book, Asked("one", 9, "a")), "nobody has loaded that"
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """B115: a job carries its salt, to nobody who would not read it, and every name of its prompt includes it."""
+import hashlib
+
 import msgspec
 import pytest
 
@@ -9,21 +11,30 @@ from vllm_pd.broker.registry import QueueLimits, Registry, may_take
 from vllm_pd.peer.cluster import ClusterView
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.actions import Prefill, ToBroker, ToDecode, ToPrefill
+from vllm_pd.protocol.attempts import DecodeLimits
 from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.jobs import JobState, PrefillLimits
 from vllm_pd.protocol.prefill import PrefillProtocol
 from vllm_pd.protocol.scope import (
     DIGEST_BYTES,
+    MAX_MEDIA_BYTES,
+    MAX_MEDIA_ITEMS,
     MAX_SALT_BYTES,
     NO_SCOPE,
     SALT,
+    MediaItem,
     PromptScope,
     adapter_scope,
     fits_salt,
+    media_scope,
 )
 
 SALTED = PromptScope("s")
 READS = (SALT, )
+DATA = b"an image", b"another one"
+MEDIA = PromptScope(media=tuple(MediaItem(hashlib.sha256(data).digest(), "image", at, 2, len(data))
+                                for at, data in enumerate(DATA)), encoder="e")
+IMAGES = media_scope("image", "e")
 
 
 def reading(name, scopes=READS):
@@ -66,7 +77,7 @@ def test_a_longer_salt_of_a_stranger_is_not_decoded():
 
 def test_of_an_older_release_a_job_has_no_scope_and_an_engine_reads_none():
     *older, scope = msgspec.msgpack.decode(msgspec.msgpack.encode(job()))
-    assert scope == ["s", b""]
+    assert scope == ["s", b"", [], ""]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=m.Job).scope == NO_SCOPE
     *older, scopes = msgspec.msgpack.decode(msgspec.msgpack.encode(reading("p")))
     assert scopes == [SALT]
@@ -150,3 +161,105 @@ def test_d_counts_those_that_read_its_scope():
     greeted = ["old", "new"]
     views = [cluster.view(0.0, 0, greeted, cluster.unable(scope)) for scope in (SALTED, NO_SCOPE)]
     assert [view.prefill_peers for view in views] == [1, 2]
+
+
+# Media.
+
+
+def changed(**fields):
+    return PromptScope(media=(msgspec.structs.replace(MEDIA.media[0], **fields), MEDIA.media[1]), encoder="e")
+
+
+def test_media_are_part_of_each_name_and_are_computed_by_whoever_lists_their_modality():
+    others = [NO_SCOPE, MEDIA, PromptScope(media=MEDIA.media, encoder="f"), PromptScope(media=MEDIA.media[:1]),
+              *(changed(**{name: value}) for name, value in (("digest", bytes(32)), ("modality", "video"),
+                                                             ("offset", 7), ("length", 1), ("size", 1)))]
+    assert len({token_digest(TOKENS, scope) for scope in others}) == len(others)
+    assert MEDIA.is_read_by((SALT, IMAGES)) and not MEDIA.is_read_by((SALT, ))
+    assert not MEDIA.is_read_by((media_scope("image", "f"), ))
+    assert not changed(modality="video").is_read_by((IMAGES, )), "each modality is needed"
+
+
+def test_a_scope_without_media_has_the_digest_that_it_always_had():
+    assert SALTED.digest == hashlib.sha256(msgspec.msgpack.encode(["s"])).digest() and NO_SCOPE.digest == b""
+
+
+@pytest.mark.parametrize("scope", [PromptScope(media=MEDIA.media[:1] * (MAX_MEDIA_ITEMS + 1)), changed(size=0),
+                                   changed(size=MAX_MEDIA_BYTES + 1), changed(length=0), changed(modality=""),
+                                   changed(modality="m" * 99), changed(digest=b""), changed(offset=-1)])
+def test_media_of_a_stranger_that_no_job_has_are_not_decoded(scope):
+    frame = msgspec.msgpack.encode(job(scope))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(frame, type=m.Job)
+
+
+def claimed(p, scope=MEDIA, **fields):
+    """A job that P has claimed. Returns the grant."""
+    p.offer(0.0, job(scope))
+    p.receive(0.1, "d", m.HelloReply(member("d", m.Role.DECODE), b"memory"))
+    (claim, *_) = [one.message for one in p.handle_timeout(1.0) if isinstance(one, ToDecode)]
+    return m.Grant(attempt(1), claim.claim, [5, 6, 9], 1, 10.0, **fields)
+
+
+def test_media_come_with_the_grant():
+    p = PrefillProtocol(reading("p", (IMAGES, )), b"", PrefillLimits())
+    (event,) = p.receive(1.1, "d", claimed(p, media=DATA))
+    assert isinstance(event, Prefill) and event.media == DATA and event.scope == MEDIA
+
+
+@pytest.mark.parametrize("media", [(), DATA[:1], (*DATA, b"more"), DATA[::-1]])
+def test_other_media_than_those_of_the_job_end_it(media):
+    p = PrefillProtocol(reading("p", (IMAGES, )), b"", PrefillLimits())
+    (failed,) = p.receive(1.1, "d", claimed(p, media=media))
+    assert isinstance(failed.message, m.Failed) and "media" in failed.message.reason
+    assert p.dropped["grant_bad"] == 1 and p.states() == {}
+
+
+def test_p_takes_no_more_media_than_it_may_have_at_once():
+    p = PrefillProtocol(reading("p", (IMAGES, )), b"", PrefillLimits(max_media_bytes=MEDIA.media_bytes))
+    p.offer(0.0, job(MEDIA))
+    p.offer(0.0, msgspec.structs.replace(job(changed(size=1)), attempt=attempt(2)))
+    p.offer(0.0, msgspec.structs.replace(job(NO_SCOPE), attempt=attempt(3)))
+    assert set(p.states()) == {attempt(1), attempt(3)} and p.dropped["offer_media"] == 1
+    p.handle_timeout(99.0)  # nobody has answered
+    p.offer(99.0, msgspec.structs.replace(job(changed(size=1)), attempt=attempt(2)))
+    assert attempt(2) in p.states()
+    most = PromptScope(media=(msgspec.structs.replace(MEDIA.media[0], size=MAX_MEDIA_BYTES), ) * 2, encoder="e")
+    p = PrefillProtocol(reading("p", (IMAGES, )), b"", PrefillLimits())
+    p.offer(0.0, job(most))
+    assert p.states() == {} and p.dropped["offer_media"] == 1, "no frame has so much"
+
+
+def test_d_sends_media_with_its_grant_and_not_with_each_repetition(side):  # noqa: F811
+    (put,) = side.submit(0.0, attempt(1), TOKENS, [5, 6, 9], 1, scope=MEDIA, media=DATA)
+    assert not any(data in msgspec.msgpack.encode(put.message) for data in DATA), "the broker sees none"
+    claim = m.Claim(attempt(1), 7, scope=MEDIA.digest)
+    (grant,) = side.receive(1.0, "p", claim)
+    assert grant.message.media == DATA
+    retry_s = DecodeLimits().claim_retry_s
+    assert side.receive(1.0 + retry_s / 2, "p", claim) == [], "it is under way"
+    assert side.receive(1.0 + retry_s, "p", claim) == [grant]
+
+
+def test_media_of_d_count_until_their_p_has_answered(side):  # noqa: F811
+    """Of one that has ended they may be in the queue to P."""
+    total = sum(map(len, DATA))
+    side.submit(0.0, attempt(1), TOKENS, [5, 6, 9], 1, scope=MEDIA, media=DATA)
+    side.submit(0.0, attempt(2), TOKENS, [7, 8, 10], 1, scope=MEDIA, media=DATA)
+    assert side.media_bytes() == 2 * total
+    side.abort(0.1, attempt(2))
+    assert side.media_bytes() == total, "nobody had it"
+    side.receive(1.0, "p", m.Claim(attempt(1), 7, scope=MEDIA.digest))
+    side.abort(1.1, attempt(1))
+    assert side.media_bytes() == total
+    assert side.receive(1.2, "p", m.Claim(attempt(1), 7, scope=MEDIA.digest))[0].message.reason is m.DenyReason.ENDED
+    side.receive(1.3, "p", m.Stopped(attempt(1), 7))
+    assert side.media_bytes() == 0
+
+
+def test_media_of_an_attempt_that_is_done_are_forgotten(side):  # noqa: F811
+    side.submit(0.0, attempt(1), TOKENS, [5, 6, 9], 1, scope=MEDIA, media=DATA)
+    side.receive(1.0, "p", m.Claim(attempt(1), 7, scope=MEDIA.digest))
+    side.arrived(2.0, attempt(1), 0)
+    assert side.media_bytes() == 0 and side.awaited_timings() == 1
+    assert not any(record.media for record in side._done.values())

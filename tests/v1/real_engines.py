@@ -26,7 +26,8 @@ START_S = 600.0
 ANSWER_S = 600.0
 LABELS = ("model_name", "engine")  # the same in all samples
 USAGE = "vllm:kv_cache_usage_perc"  # the share of its blocks that somebody has
-FIGURES = ("vllm:pd_", "vllm:spec_decode_", "vllm:kv_offload_", USAGE)
+PREEMPTIONS = "vllm:num_preemptions_total"
+FIGURES = ("vllm:pd_", PREEMPTIONS, "vllm:spec_decode_", "vllm:kv_offload_", USAGE)
 _FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["vllm.entrypoints.llm", "vllm_pd.v1.worker"])
@@ -148,7 +149,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
             greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
             each = [SamplingParams(**{**greedy, **one}) for one in params]
             salted = [{"cache_salt": salt} if salt else {} for salt in salts]
-            asked = [{"prompt_token_ids": one, **more} for one, more in zip(prompts, salted, strict=True)]
+            asked = [{**(one if isinstance(one, dict) else {"prompt_token_ids": one}), **more}
+                     for one, more in zip(prompts, salted, strict=True)]
             adapters = [LoRARequest(*one) if one else None for one in loras]
             outputs = llm.generate(asked, each, use_tqdm=False, lora_request=adapters if any(loras) else None)
             connection.send([(list(one.outputs[0].token_ids), one.num_cached_tokens) for one in outputs])
@@ -156,7 +158,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
             prompts, after_s = values
             ids = [f"aborted-{number}-{time.monotonic()}" for number in range(len(prompts))]
             for request_id, one in zip(ids, prompts, strict=True):
-                llm.llm_engine.add_request(request_id, {"prompt_token_ids": one}, SamplingParams(max_tokens=8))
+                llm.llm_engine.add_request(request_id, one if isinstance(one, dict) else {"prompt_token_ids": one},
+                                           SamplingParams(max_tokens=8))
             time.sleep(after_s)
             llm.llm_engine.abort_request(ids)
             connection.send(None)
@@ -184,7 +187,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
 class RealEngine:
     """An engine in its processes. `generate` blocks; `ask` and `answer` do it in two steps. `params`: SamplingParams'
     fields for each prompt, over those of a greedy answer of `tokens` tokens. `salts` and `loras`: of each prompt; empty
-    and None: none. `arguments`: of `LLM`, over ours."""
+    and None: none. A prompt is a list of token ids, or what vLLM takes in its place. `arguments`: of `LLM`, over ours.
+    """
 
     def __init__(self, role: str | None, log, broker: str = "", settings: dict[str, Any] | None = None,
                  **arguments: Any) -> None:

@@ -28,6 +28,7 @@ from vllm.config import (
     KVTransferConfig,
     LoadConfig,
     ModelConfig,
+    MultiModalConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -56,7 +57,7 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
         "digest": "model revision code_revision hf_config hf_text_config hf_config_path hf_overrides config_format "
                   "dtype max_model_len quantization quantization_config model_impl model_class_overrides",
         "refused": "runner enable_sleep_mode enable_cumem_allocator",
-        "used": "served_model_name",
+        "used": "served_model_name multimodal_config",
         "rounding": "enforce_eager disable_cascade_attn",
         "local": "tokenizer tokenizer_mode tokenizer_revision trust_remote_code seed allow_deprecated_quantization "
                  "return_sampling_mask max_logprobs logprobs_mode use_fp64_gumbel enable_trace_replay "
@@ -67,7 +68,7 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
                  "sleep_preserve_parameter_names sleep_mode_backend sleep_mode_offload_cudagraph "
                  "enable_nccl_comm_suspend",
         "derived": "is_submodel_config word_embeddings_untied_by_checkpoint spec_target_max_model_len",
-        "absent": "convert pooler_config allowed_local_media_path allowed_media_domains multimodal_config",
+        "absent": "convert pooler_config allowed_local_media_path allowed_media_domains",
     },
     ParallelConfig: {
         "digest": "tensor_parallel_size pipeline_parallel_size",
@@ -114,10 +115,22 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
         "refused": "scheduler_cls disable_hybrid_kv_cache_manager runner_type",
         "used": "max_num_seqs max_num_batched_tokens max_num_scheduled_tokens max_num_active_seqs "
                 "long_prefill_token_threshold long_prefill_token_threshold_adaptive enable_chunked_prefill policy "
-                "async_scheduling max_num_encoder_input_tokens "
+                "async_scheduling max_num_encoder_input_tokens disable_chunked_mm_input "
                 "prefill_schedule_interval",  # such a step is `throttled`
         "local": "max_num_queued_reqs max_num_queued_tokens scheduler_reserve_full_isl watermark stream_interval",
-        "absent": "is_multimodal_model encoder_cache_size disable_chunked_mm_input",
+        "derived": "is_multimodal_model encoder_cache_size",
+    },
+    MultiModalConfig: {
+        # In the name of a scope, and what keeps media here: vllm_pd.v1.media.encoder_name.
+        "used": "mm_processor_kwargs mm_device_do_normalize mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
+                "video_pruning_rate language_model_only mm_encoder_only "
+                "limit_per_prompt",  # of a kind that an engine takes none of it lists no jobs
+        "rounding": "mm_encoder_tp_mode mm_encoder_attn_backend",
+        "local": "enable_mm_embeds media_io_kwargs mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm "
+                 "mm_shm_cache_max_object_size_mb mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin "
+                 "interleave_mm_strings skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb",
+        "derived": "allow_missing_mm_embeddings",
+        "absent": "video_pruning_method",
     },
     KVTransferConfig: {
         "used": "kv_connector engine_id kv_role kv_connector_extra_config",
@@ -177,11 +190,11 @@ REQUESTS: dict[type, dict[str, str]] = {
                    "bad_words _bad_words_token_ids thinking_token_budget repetition_detection trace_decode_token_ids",
     },
     Request: {
-        "stays": "lora_request cache_salt mm_features prompt_embeds prompt_is_token_ids pooling_params resumable "
+        "stays": "lora_request cache_salt prompt_embeds prompt_is_token_ids pooling_params resumable "
                  "skip_reading_prefix_cache",
-        "used": "request_id prompt_token_ids priority sampling_params kv_transfer_params client_index arrival_time "
-                "block_hashes status num_prompt_tokens num_computed_tokens num_in_flight_tokens num_preemptions "
-                "prefill_stats is_prefill_chunk "
+        "used": "request_id prompt_token_ids mm_features priority sampling_params kv_transfer_params client_index "
+                "arrival_time block_hashes status num_prompt_tokens num_computed_tokens num_in_flight_tokens "
+                "num_preemptions prefill_stats is_prefill_chunk "
                 "abort_immediately",  # ends it at once, as an abort
         "sampled": "max_tokens structured_output_request",
         "state": "events stop_reason _all_token_ids _output_token_ids all_token_ids output_token_ids _block_hasher "

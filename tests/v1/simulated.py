@@ -189,6 +189,9 @@ class FakeProtocol:
     def set_scopes(self, scopes):
         self.listed_scopes = scopes
 
+    def takes_media(self, media_bytes):
+        return True
+
     def unable(self, scope):
         return self.unable_peers
 
@@ -461,13 +464,17 @@ class Engine:
     def make_binding(self, *arguments: Any) -> V1Handover:
         return V1Handover(*arguments)
 
+    def seen(self, request: Request) -> ScopedTokens:
+        """What the model sees of a request's prompt."""
+        return ScopedTokens(request.prompt_token_ids, request_seed(request))
+
     # Clients.
 
     def add(self, request_id: str, prompt: list[int], tokens: int = 4, **fields) -> Request:
         params = fields.pop("params", None) or SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         request = Request(request_id=request_id, prompt_token_ids=list(prompt), sampling_params=params,
                           pooling_params=None, block_hasher=self.hasher, **fields)
-        self.prompts[request_id] = ScopedTokens(prompt, request_seed(request))
+        self.prompts[request_id] = self.seen(request)
         self.wanted[request_id] = tokens
         self.scheduler.add_request(request)
         return request
@@ -610,8 +617,7 @@ class Engine:
         for request_id, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
             start = request.num_computed_tokens - count
-            known = self._known.setdefault(request_id, ScopedTokens(request.prompt_token_ids,
-                                                                    request_seed(request)))
+            known = self._known.setdefault(request_id, self.seen(request))
             work.append((request_id, start, count, list(self.block_ids(request_id)), known, request.is_prefill_chunk))
         return work
 

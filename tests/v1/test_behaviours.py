@@ -20,6 +20,7 @@ from vllm_pd.transfer.requests import Notice
 from vllm_pd.v1.adapter_files import AdapterReader
 from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.features import can_go_remote
+from vllm_pd.v1.media import MediaBook
 
 
 @pytest.fixture
@@ -96,7 +97,8 @@ IMAGE = MultiModalFeatureSpec(data=None, modality="image", identifier="i", mm_po
         "LoRA", "image", "embeddings", "streaming input", "salt", "longest salt", "longer salt", "no text",
         "pooling", "long id"])
 def test_b7_b98_what_another_engine_may_prefill(fields, goes):
-    assert can_go_remote(request(**fields), AdapterBook(None, AdapterReader(lambda: None), is_offering=False)) is goes
+    adapters = AdapterBook(None, AdapterReader(lambda: None), is_offering=False)
+    assert can_go_remote(request(**fields), adapters, MediaBook()) is goes
 
 
 def test_b98_a_request_that_stays_is_counted_by_its_reason(engine):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""B42, B80, B98: every field of ten classes of vLLM's configuration (`CONFIGURATIONS`) and of requests was looked at
+"""B42, B80, B98: every field of eleven classes of vLLM's configuration (`CONFIGURATIONS`) and of requests was looked at
 once (`reviewed_fields.py`). The other classes in `VllmConfig` were looked at as a whole.
 
 What is refused, what is in the fingerprint, and which requests stay local are lists of what was known when they were

@@ -203,15 +203,16 @@ class TestLines:
 def test_what_stays_is_what_the_binding_says(monkeypatch, goes):
     """It is asked about a request of each kind that the model can have. No list of our own says which of them go."""
     asked = []
-    monkeypatch.setattr("vllm_pd.v1.features.can_go_remote", lambda request, adapters: asked.append(request) or goes)
+    monkeypatch.setattr("vllm_pd.v1.features.can_go_remote", lambda request, *books: asked.append(request) or goes)
     config = SimpleNamespace(lora_config=None, model_config=SimpleNamespace(is_multimodal_model=True,
-                                                                            enable_prompt_embeds=True))
+                                                                            enable_prompt_embeds=True,
+                                                                            multimodal_config=None))
     kinds = list(stays_here(config, PDConfig.parse("kv_both", {"broker": BROKER})))[1:]
-    assert len(asked) == 7 and len(kinds) == (0 if goes else 7)
+    assert len(asked) == 8 and len(kinds) == (0 if goes else 8)
     assert goes or {"plain prompts", "prompts with images, audio or video"} <= set(kinds)
     monkeypatch.undo()
     kinds = list(stays_here(config, PDConfig.parse("kv_both", {"broker": BROKER})))[1:]
-    assert "plain prompts" not in kinds and "prompts with images, audio or video" in kinds and len(kinds) == 6
+    assert "plain prompts" not in kinds and "prompts with images, audio or video" in kinds and len(kinds) == 7
 
 
 @pytest.mark.slow

@@ -212,8 +212,9 @@ class DecodeHandover(ABC, Generic[R]):
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
         if remote.metaserver is not None:
             self._session.post_job(attempt, remote.metaserver, external_id(self._request_id(request)))
+        media = [self._media(request)] if scope.media else []
         self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers,
-                              self._time_left_s(remote), self._priority(request), scope)
+                              self._time_left_s(remote), self._priority(request), scope, *media)
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
@@ -552,6 +553,10 @@ class DecodeHandover(ABC, Generic[R]):
     def _scope(self, request: R) -> PromptScope:
         """What decides beside these whose KV the prompt may use."""
         return NO_SCOPE
+
+    def _media(self, request: R) -> tuple[bytes, ...]:
+        """The encoded data of each of the scope's items."""
+        return ()
 
     @abstractmethod
     def _priority(self, request: R) -> int:

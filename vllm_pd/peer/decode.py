@@ -34,7 +34,7 @@ class DecodeSession(Session):
     @locked
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0,
-               scope: PromptScope = NO_SCOPE) -> None:
+               scope: PromptScope = NO_SCOPE, media: tuple[bytes, ...] = ()) -> None:
         """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
         blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
         caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
@@ -45,7 +45,7 @@ class DecodeSession(Session):
         unable = sorted(set(self._cluster.unable(scope)).difference(avoid, failed))  # a broker knows these by itself
         avoid = (*avoid, *failed, *unable[:m.MAX_AVOIDED // 2])[:m.MAX_AVOIDED]
         self._do(self._decode.submit(now, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority,
-                                     scope))
+                                     scope, media))
 
     @locked
     def post_job(self, attempt: m.Attempt, url: str, request_id: str) -> None:
@@ -138,6 +138,11 @@ class DecodeSession(Session):
     def unable(self, scope: PromptScope) -> tuple[str, ...]:
         """The prefill engines that can't do a job of this scope, and any other."""
         return tuple(self._cluster.unable(scope))
+
+    @locked
+    def takes_media(self, media_bytes: int) -> bool:
+        """Whether an attempt with media of this size may be begun beside those that are open."""
+        return self._decode.media_bytes() + media_bytes <= self._decode.limits.max_media_bytes
 
     @locked
     def view(self, avoid: Collection[str] = ()) -> QueueView:

@@ -34,6 +34,7 @@ class DecodeLimits(msgspec.Struct, frozen=True):
     ttl_s: float = 5.0
     cancel_retry_max_s: float = 10.0
     max_peers: int = 1024
+    max_media_bytes: int = 256 << 20  # of all attempts that may have to be granted, or whose P may not have got them
     own_fence: bool = False  # the transport is two-sided: our own ranks bring the fence down, and P does not
 
 
@@ -41,11 +42,15 @@ class AttemptRecord:
     """One open attempt. Times are those of the caller's clock."""
 
     def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
-                 avoid: tuple[str, ...], priority: int, scope: PromptScope = NO_SCOPE):
+                 avoid: tuple[str, ...], priority: int, scope: PromptScope = NO_SCOPE,
+                 media: tuple[bytes, ...] = ()):
         self.attempt = attempt
         self.avoid = avoid
         self.priority = priority
         self.scope = scope
+        self.media = media  # until it ends
+        self.media_bytes = sum(map(len, media))  # while there is a record: they may be in a queue to P
+        self.media_sent_at = LONG_AGO
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks

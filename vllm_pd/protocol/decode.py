@@ -80,16 +80,18 @@ class DecodeProtocol:
 
     def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
                cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None,
-               priority: int = 0, scope: PromptScope = NO_SCOPE) -> list[Action]:
+               priority: int = 0, scope: PromptScope = NO_SCOPE, media: tuple[bytes, ...] = ()) -> list[Action]:
         """Queue a job for any P but those to `avoid`. The caller keeps the blocks set aside until `Prefilled` or
-        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. The rest: see `Job`.
+        `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. The rest: see `Job`
+        and, of `media`, `Grant`.
         Attempt numbers must grow from call to call (ValueError), or a late notice could be taken for another
         attempt's."""
         if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
             raise ValueError(f"attempt {attempt} is not newer than number {self._last_number} of this engine")
         self._last_number = attempt.number
         priority = max(-m.MAX_PRIORITY, min(m.MAX_PRIORITY, int(priority)))  # a client's may be any number
-        record = AttemptRecord(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority, scope)
+        record = AttemptRecord(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority, scope,
+                               media)
         self._records[attempt] = record
         record.submitted = now
         record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
@@ -346,6 +348,11 @@ class DecodeProtocol:
         """Attempts that are DONE, and whose `Sent` has not come."""
         return len(self._done)
 
+    def media_bytes(self) -> int:
+        """Of the media of all attempts with a record, in bytes. Those of one that has ended count until its P has
+        answered: till then they may be in a queue to it."""
+        return sum(record.media_bytes for record in self._records.values())
+
     def queued(self) -> int:
         """Jobs nobody has claimed yet."""
         return sum(record.state is AttemptState.QUEUED for record in self._records.values())
@@ -419,7 +426,9 @@ class DecodeProtocol:
             if (record.peer, record.claim) != (sender, message.claim):
                 return self._deny(sender, message, m.DenyReason.TAKEN)
             self.dropped["claim_duplicate"] += 1
-            return [ToPrefill(sender, self._grant(record))]
+            if record.media and now < record.media_sent_at + self.limits.claim_retry_s:
+                return []  # it is large, and most probably under way
+            return self._grant(now, record)
         if message.scope != record.scope.digest:  # of an older release, or the job has lost it at an older broker
             record.avoid += (sender, )
             record.next_put = now
@@ -433,7 +442,7 @@ class DecodeProtocol:
         record.lease_until = now + self.limits.lease_s
         record.timings = msgspec.structs.replace(record.timings, queue_s=max(0.0, now - record.submitted))
         self.counters["granted"] += 1
-        return [ToPrefill(sender, self._grant(record))]
+        return self._grant(now, record)
 
     def _on_renew(self, now: float, sender: str, message: m.Renew) -> list[Action]:
         record = self._held_by(sender, message)
@@ -506,6 +515,7 @@ class DecodeProtocol:
              detail: str = "") -> list[Action]:
         """The one place where an attempt ends other than DONE."""
         was_queued = record.state is AttemptState.QUEUED
+        record.media = ()
         record.state = AttemptState(outcome.value)
         self.counters[outcome.value] += 1
         actions: list[Action] = []
@@ -575,8 +585,11 @@ class DecodeProtocol:
             return None
         return record
 
-    def _grant(self, record: AttemptRecord) -> m.Grant:
-        return m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks, self.limits.lease_s)
+    def _grant(self, now: float, record: AttemptRecord) -> list[Action]:
+        if record.media:
+            record.media_sent_at = now
+        return [ToPrefill(record.peer, m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks,
+                                               self.limits.lease_s, record.media))]
 
     def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> list[Action]:
         self.dropped["claim_" + reason.value] += 1
@@ -584,6 +597,7 @@ class DecodeProtocol:
 
     def _remember(self, record: AttemptRecord) -> None:
         record.token_ids = record.block_ids = []
+        record.media = ()
         self._done[record.attempt] = record
         self._done_order.append(record.attempt)
         if len(self._done_order) > KEPT_DONE:

@@ -23,11 +23,12 @@ class JobState(Enum):
 
 
 class PrefillLimits(PeeringLimits, frozen=True):
-    """Bounds of jobs, besides those of peers. `max_jobs`: without those that are UNPROVEN."""
+    """Bounds of jobs, besides those of peers. `max_jobs`, `max_media_bytes`: without those that are UNPROVEN."""
     peering_s: float = 5.0
     claim_wait_s: float = 5.0
     claim_retry_s: float = 0.5
     max_jobs: int = 256
+    max_media_bytes: int = 256 << 20  # of the media of all jobs
     holds: HoldLimits = HoldLimits()
 
 
@@ -81,6 +82,8 @@ class OfferedJob:
             return f"{grant.cached_blocks} of {blocks} blocks are cached: nothing to do"
         if not len(set(grant.block_ids)) == len(grant.block_ids) == rows.count(tokens, grant.cached_blocks):
             return f"{len(grant.block_ids)} blocks granted for {tokens} tokens of {rows.block_size} a block"
+        if [len(data) for data in grant.media] != [item.size for item in self.job.scope.media]:
+            return "its media are not those of the job"
         if now >= self.lease_until:
             return "the lease was over when it came"
         return ""

@@ -43,6 +43,7 @@ from vllm_pd.protocol.values import (  # noqa: F401  whoever has the messages ha
     Fingerprint,
     Job,
     Load,
+    Media,
     Member,
     Metadata,
     Name,
@@ -103,12 +104,14 @@ class Claim(WireMessage):
 
 
 class Grant(WireMessage):
-    """P may write `block_ids[cached_blocks:]`, for `lease_s` counted from before its claim was sent."""
+    """P may write `block_ids[cached_blocks:]`, for `lease_s` counted from before its claim was sent. `media`: the
+    encoded data of each item of the scope, which the job does not carry."""
     attempt: Attempt
     claim: Count
     block_ids: BlockIds
     cached_blocks: Count
     lease_s: Seconds
+    media: Media = ()
 
 
 class Deny(WireMessage):

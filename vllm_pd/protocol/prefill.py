@@ -31,6 +31,7 @@ from vllm_pd.protocol.jobs import JobState, OfferedJob, OpenRenewal, PrefillLimi
 from vllm_pd.protocol.moments import LONG_AGO, NEVER
 from vllm_pd.protocol.names import generation_name, incarnation_of
 from vllm_pd.protocol.peering import Peer, Peering, PeerState
+from vllm_pd.protocol.scope import MAX_MEDIA_BYTES
 
 # For how long an UNPROVEN job of a D is remembered that nobody knows any more, on another machine. Without it D's next
 # request to stop would be answered as that of any unknown job; no kernel keeps the bytes of a connection for so long.
@@ -156,6 +157,9 @@ class PrefillProtocol:
             return self._drop("offer_scope")
         if len(self._jobs) - len(self.unproven_jobs()) >= self.limits.max_jobs:
             return self._drop("offer_too_many")
+        if (media := job.scope.media_bytes) and (media > MAX_MEDIA_BYTES
+                                                 or media + self.media_bytes() > self.limits.max_media_bytes):
+            return self._drop("offer_media")
         peer, actions = self._peering.greet(now, attempt.incarnation, job.address)
         if peer is None or peer.state is PeerState.REFUSED:
             return self._drop("offer_refused_peer")
@@ -322,6 +326,10 @@ class PrefillProtocol:
         record."""
         return set(self._unproven_reads)
 
+    def media_bytes(self) -> int:
+        """Of the media of all jobs, in bytes, whether or not they have come."""
+        return sum(job.job.scope.media_bytes for job in self._jobs.values() if job.state is not JobState.UNPROVEN)
+
     def waiting_tokens(self) -> list[int]:
         """Of each job that may still come to the engine: the tokens that it has to compute."""
         return [job.job.new_tokens for job in self._jobs.values()
@@ -411,7 +419,7 @@ class PrefillProtocol:
         self.counters["granted"] += 1
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
                         grant.block_ids[:grant.cached_blocks], generation_name(sender, job.generation),
-                        job.job.priority, job.job.scope)]
+                        job.job.priority, job.job.scope, grant.media)]
 
     def _on_deny(self, now: float, sender: str, deny: m.Deny) -> list[Action]:
         job = self._held(sender, deny, JobState.CLAIMING)

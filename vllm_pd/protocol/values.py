@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from vllm_pd.protocol.rows import BlockRows
-from vllm_pd.protocol.scope import MAX_SCOPES, NO_SCOPE, PromptScope
+from vllm_pd.protocol.scope import MAX_MEDIA_BYTES, MAX_MEDIA_ITEMS, MAX_SCOPES, NO_SCOPE, PromptScope
 
 MAX_ID_CHARS = 1024
 MAX_TOKENS = 4_000_000
@@ -41,6 +41,8 @@ MAX_RATE = 1e12
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RATE)]
 TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
                      msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+Media = Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_MEDIA_BYTES)], ...],
+                  msgspec.Meta(max_length=MAX_MEDIA_ITEMS)]
 BlockIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]
 Metadata = Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]

@@ -32,6 +32,7 @@ from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.decode import ParkedRequests
 from vllm_pd.v1.features import can_go_remote, scope_of
+from vllm_pd.v1.media import MediaBook, restore_media
 from vllm_pd.v1.metrics import HandoverStats, MetricsRecorder, states_beside
 from vllm_pd.v1.prefill import InternalRequests
 
@@ -71,21 +72,23 @@ class V1Handover(Handover):
     in several groups of blocks must keep no prompts and read no prefixes (`vllm_pd.v1.start`)."""
 
     def __init__(self, config: PDConfig, scheduler: HandoverScheduling, access: EngineAccess, agent: ControlAgent,
-                 transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder) -> None:
+                 transfer: EngineTransfer, capacity: PrefillCapacity, metrics: MetricsRecorder,
+                 media: MediaBook | None = None) -> None:
         super().__init__(config, agent, transfer, metrics)
         self._scheduler = scheduler
         self._access = access
         self.fence = BlockFence(scheduler.kv_cache_manager.block_pool)
         reader = AdapterReader(access.wake)
         self.adapters = AdapterBook(scheduler.lora_config, reader, config.role is Role.PREFILL)
-        self._listed: tuple[str, ...] = ()  # of the adapters' scopes
+        self.media = media or MediaBook()
+        self._listed: tuple[str, ...] = ()  # of the scopes of adapters and media
         self._front_ends = {0}  # that may have had figures: those that have sent a request, too
         self.remote_prefills = ParkedRequests(config, self.protocol.decode, scheduler, self.fence, capacity.rows,
-                                              metrics, self.speed, self.adapters)
+                                              metrics, self.speed, self.adapters, self.media)
         self.prefill_jobs: InternalRequests | None = None
         if config.role.prefills:
             self.prefill_jobs = InternalRequests(config, self.protocol.prefill, scheduler, access, capacity, self.fence,
-                                                 metrics, self.speed, self.adapters)
+                                                 metrics, self.speed, self.adapters, self.media)
             self.prefill_jobs.execute = transfer.execute
             self.prefill_jobs.set_credits()
         self.holds = HeldPrompts(config, self.protocol, self.fence, scheduler.block_size,
@@ -132,7 +135,7 @@ class V1Handover(Handover):
                 self.prefill_jobs.drop_prompt(request.request_id)
             if request.status in _COMPUTED and self._may_be_kept(request):
                 params = self._guard(self.holds.keep, request.request_id, request.sampling_params.extra_args,
-                                     request.prompt_token_ids, scope_of(request, self.adapters), tables[0],
+                                     request.prompt_token_ids, scope_of(request, self.adapters, self.media), tables[0],
                                      self.remote_prefills.set_aside_blocks)
         self.changed()
         return params
@@ -203,6 +206,7 @@ class V1Handover(Handover):
         """This step was scheduled. `throttled`: it was not to begin prefills, as none does that preempts."""
         scheduler, tokens = self._scheduler, output.total_num_scheduled_tokens
         self.remote_prefills.scheduled()
+        restore_media(output.scheduled_new_reqs, scheduler)
         if tokens or (self._has_new and scheduler.requests and self._access.takes_requests):  # other ranks may step
             self._access.start_wave()
         self._has_new = False
@@ -380,7 +384,7 @@ class V1Handover(Handover):
         self._refuse()
         if self.remote_prefills.next_deadline() is not None:
             self._set_timer(self._patience.next_look() if self.stalled else None)
-        if (scopes := self.adapters.scopes()) != self._listed:
+        if (scopes := (*self.adapters.scopes(), *self.media.scopes())) != self._listed:
             self._listed = scopes
             self.protocol.prefill.set_scopes((SALT, *scopes))
         self._transmit()
@@ -402,8 +406,9 @@ class V1Handover(Handover):
 
     def _may_be_kept(self, request: Request) -> bool:
         """Whether its prompt may be kept for another engine. Not with an adapter: the answer would have to wait for a
-        look at its files."""
-        return request.lora_request is None and can_go_remote(request, self.adapters)
+        look at its files. Nor with media, whose blocks go by the ids of clients here."""
+        return (request.lora_request is None and not request.mm_features
+                and can_go_remote(request, self.adapters, self.media))
 
     def _leave(self, attempt: Attempt) -> Request | None:
         request = self.remote_prefills.leave(attempt)

@@ -123,6 +123,10 @@ def claim(config: VllmConfig) -> None:
             # A first process passes SIGTERM on to those that serve, and would kill them at once.
             config.shutdown_timeout = math.ceil(ours.drain_timeout_s) + END_S
         logger.info("%s: role %s, broker %s, V1 engine", CONNECTOR, ours.role.value, ours.broker)
+    if config.model_config.multimodal_config is not None:
+        # vLLM lets a consumer's clients leave out the outputs of their own encoder: another engine has made the KV of
+        # these. Here such a prompt is computed, and the model would end the engine.
+        config.model_config.multimodal_config.allow_missing_mm_embeddings = False
     config.scheduler_config.scheduler_cls = SCHEDULER
 
 

@@ -70,6 +70,12 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         if self.binding is None:
             self.binding = begin_handover(engine, self._handshakes)
 
+    def prepared(self, request: Request) -> None:
+        """A client's request was read, in the thread that does that. A look at its media takes its time; what is wrong
+        with them is found when they are asked for."""
+        if request.mm_features and self.binding is not None:
+            self.binding.media.note(request)
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """(tokens that come from a peer, True); (0, False): compute it here; (None, False): ask with the next step."""
         tokens = self.binding.match(request, num_computed_tokens) if self.binding is not None else 0

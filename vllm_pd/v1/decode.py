@@ -32,6 +32,7 @@ from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.features import can_go_remote, scope_of
 from vllm_pd.v1.groups import usable_hit
+from vllm_pd.v1.media import MediaBook
 from vllm_pd.v1.spans import PromptSpans
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class ParkedRequests(DecodeHandover["Request"]):
     """All prompts of one V1 engine that are, or may be, prefilled elsewhere."""
 
     def __init__(self, config: PDConfig, session: DecodeSession, scheduler: Scheduler, fence: BlockFence,
-                 rows: BlockRows, metrics: PDMetrics, speed: StepSpeed, adapters: AdapterBook) -> None:
-        self._adapters = adapters
+                 rows: BlockRows, metrics: PDMetrics, speed: StepSpeed, adapters: AdapterBook,
+                 media: MediaBook) -> None:
+        self._adapters, self._media_book = adapters, media
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
         for_drafts = scheduler._spec_decode_step_blocks  # V1 parks a request only where so many are free beside it
         blocks = cache.num_gpu_blocks - (for_drafts + 1 if for_drafts else 0)  # nor is its null block ever free
@@ -279,7 +281,9 @@ class ParkedRequests(DecodeHandover["Request"]):
         return False
 
     def _hold(self, request: Request) -> Attempt | None:
-        return None if request.lora_request is not None else super()._hold(request)  # nobody keeps such a prompt
+        if request.lora_request is not None or request.mm_features:
+            return None  # nobody keeps such a prompt
+        return super()._hold(request)
 
     def _num_remote(self, request: Request) -> int:
         """How many tokens of its prompt a peer is to compute, those of its prefix hit included."""
@@ -295,7 +299,9 @@ class ParkedRequests(DecodeHandover["Request"]):
         return bool(self._scheduler.running)
 
     def _can_go_remote(self, request: Request) -> bool:
-        return can_go_remote(request, self._adapters)
+        if not can_go_remote(request, self._adapters, self._media_book):
+            return False
+        return not request.mm_features or self._session.takes_media(self._scope(request).media_bytes)
 
     def _extra_args(self, request: Request) -> Any:
         return request.sampling_params and request.sampling_params.extra_args
@@ -307,7 +313,10 @@ class ParkedRequests(DecodeHandover["Request"]):
         return request.prompt_token_ids[:self._num_remote(request)]
 
     def _scope(self, request: Request) -> PromptScope:
-        return scope_of(request, self._adapters)
+        return scope_of(request, self._adapters, self._media_book)
+
+    def _media(self, request: Request) -> tuple[bytes, ...]:
+        return self._media_book.encoded(request)
 
     def _priority(self, request: Request) -> int:
         return request.priority

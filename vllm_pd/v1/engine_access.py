@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc, EngineShutdownState
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_pd.v1.held_sampling import spare_sampling
 from vllm_pd.v1.lockstep.core import StepSyncCore
@@ -29,12 +29,12 @@ except ImportError:
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.request import Request
 
 
 def hand_over_engines(connector_class: type) -> None:
     """From now on an engine of this process calls `bind_engine` of a connector of this class, in its own thread, when
-    its loop begins, and spares the sampling of prompts that it only keeps. May be called again."""
+    its loop begins, spares the sampling of prompts that it only keeps, and calls `prepared` of it for each request of
+    a client, in the thread that reads these. May be called again."""
     if not hasattr(EngineCoreProc.preprocess_add_request, "vllm_pd"):
         EngineCoreProc.preprocess_add_request = _sparing(EngineCoreProc.preprocess_add_request, connector_class)
     for cls in (EngineCoreProc, DPEngineCoreProc):
@@ -67,9 +67,13 @@ def _sparing(prepare: Callable[[EngineCoreProc, EngineCoreRequest], tuple[Reques
 
     @functools.wraps(prepare)
     def preprocess_add_request(engine: EngineCoreProc, request: EngineCoreRequest) -> tuple[Request, int]:
-        if isinstance(engine.scheduler.get_kv_connector(), connector_class):
-            spare_sampling(request)
-        return prepare(engine, request)
+        connector = engine.scheduler.get_kv_connector()
+        if not isinstance(connector, connector_class):
+            return prepare(engine, request)
+        spare_sampling(request)
+        made, wave = prepare(engine, request)
+        connector.prepared(made)
+        return made, wave
 
     preprocess_add_request.vllm_pd = True
     return preprocess_add_request
@@ -140,8 +144,9 @@ class EngineAccess:
         return self._engine.is_running() and self._engine.scheduler.pause_state is PauseState.UNPAUSED
 
     def add(self, request: EngineCoreRequest) -> Request:
-        """Add a request of our own, at once, and return it as the scheduler knows it."""
-        made, _ = self._engine.preprocess_add_request(request)
+        """Add a request of our own, at once, and return it as the scheduler knows it. Not by `preprocess_add_request`:
+        that keeps media in a cache that is what the front end has in its own, and belongs to another thread."""
+        made = Request.from_engine_core_request(request, self._engine.request_block_hasher)
         self._engine.scheduler.add_request(made)
         return made
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_pd.v1.adapters import AdapterBook
+    from vllm_pd.v1.media import MediaBook
 
 
 def scores_prompt(params: SamplingParams) -> bool:
@@ -23,26 +24,29 @@ def scores_prompt(params: SamplingParams) -> bool:
     return params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
 
 
-def scope_of(request: Request, adapters: AdapterBook) -> PromptScope:
+def scope_of(request: Request, adapters: AdapterBook, media: MediaBook) -> PromptScope:
     """What decides, beside its tokens, whose KV the prompt of a request may use: as the request says, also where it
-    can't go remote any more. An adapter that has no digest here is nobody else's."""
+    can't go remote any more. An adapter that has no digest here, or media that no job carries, are nobody else's."""
     salt, adapter = request.cache_salt or "", b""
     if request.lora_request is not None:
         adapter = adapters.digest(request.lora_request) or NOBODYS
-    return PromptScope(salt, adapter) if salt or adapter else NO_SCOPE
+    items = media.note(request) if request.mm_features else ()
+    return PromptScope(salt, adapter, items, media.encoder if items else "") if salt or adapter or items else NO_SCOPE
 
 
-def can_go_remote(request: Request, adapters: AdapterBook) -> bool:
+def can_go_remote(request: Request, adapters: AdapterBook, media: MediaBook) -> bool:
     """Whether another engine may prefill this request's prompt."""
     params = request.sampling_params
     if params is None or scores_prompt(params) or request.skip_reading_prefix_cache:
         return False  # pooled, or computed in the prompt step only; the latter's connector's answer is ignored upstream
-    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
-        return False  # the prompt is more than token ids
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return False  # the prompt is more than token ids and media
     if not fits_salt(request.cache_salt or ""):
         return False  # a job carries no salt of any length
     if request.lora_request is not None and not adapters.is_usable(request.lora_request):
         return False  # nobody could say whether another engine has the same
     if request.resumable:
         return False  # the prompt goes on while it is prefilled
+    if request.mm_features and not media.can_go(request):
+        return False  # no job carries them
     return len(request.request_id) <= MAX_ID_CHARS

@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import RequestStatus
@@ -38,6 +39,7 @@ from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
 from vllm_pd.v1.groups import usable_hit
+from vllm_pd.v1.media import MediaBook
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -73,8 +75,8 @@ class InternalRequests(PrefillHandover):
 
     def __init__(self, config: PDConfig, session: PrefillSession, scheduler: Scheduler, access: EngineAccess,
                  capacity: PrefillCapacity, fence: BlockFence, metrics: PDMetrics, speed: StepSpeed,
-                 adapters: AdapterBook) -> None:
-        self._adapters = adapters
+                 adapters: AdapterBook, media: MediaBook) -> None:
+        self._adapters, self._media = adapters, media
         self._scheduler = scheduler
         self._access = access
         self._fence = fence
@@ -120,9 +122,11 @@ class InternalRequests(PrefillHandover):
         return self._jobs[attempt].prefill.cached_blocks * self._block_size - cached_tokens
 
     def wants_prefix(self, attempt: Attempt, cached_tokens: int) -> bool:
-        """Not with an adapter: what the peer has cached would be this engine's, whatever its files were meanwhile."""
+        """Not with an adapter: what the peer has cached would be this engine's, whatever its files were meanwhile. Nor
+        with media, whose cached blocks there go by the ids of clients."""
         job = self._jobs.get(attempt)
-        return job is not None and not job.prefill.scope.adapter and super().wants_prefix(attempt, cached_tokens)
+        return (job is not None and not job.prefill.scope.adapter and not job.prefill.scope.media
+                and super().wants_prefix(attempt, cached_tokens))
 
     def allocated(self, request: Request, tables: tuple[list[int], ...], remote_tokens: int) -> None:
         """The request has these blocks of each group. `remote_tokens`: more than 0 where it is being parked for the
@@ -308,10 +312,12 @@ class InternalRequests(PrefillHandover):
             raise ValueError(f"there is a request {job.request_id}")
         digest = job.prefill.scope.adapter
         adapter = self._adapters.request(digest) if digest else None
+        features = self._media.features(job.prefill.scope, job.prefill.media, tokens, self._scheduler)
+        job.prefill = msgspec.structs.replace(job.prefill, media=())  # its tensors have it now
         self._attempts[job.request_id] = job.prefill.attempt
         try:
             return self._access.add(EngineCoreRequest(
-                request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=None,
+                request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=features or None,
                 sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
                 pooling_params=None, arrival_time=time.time(), lora_request=adapter,
                 cache_salt=job.prefill.scope.salt or None, data_parallel_rank=None, priority=job.prefill.priority))

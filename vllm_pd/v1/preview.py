@@ -29,6 +29,7 @@ import msgspec
 
 from vllm_pd.errors import ConfigError, MissingPackage, PDError
 from vllm_pd.protocol.messages import Fingerprint, Member
+from vllm_pd.protocol.scope import MAX_MEDIA_BYTES
 from vllm_pd.v1.required import check_once
 
 if TYPE_CHECKING:
@@ -359,14 +360,15 @@ def stays_here(config: VllmConfig, ours: PDConfig) -> Iterator[str]:
     each that this configuration can have, and the settings about short ones."""
     from vllm_pd.v1.adapters import AdapterBook
     from vllm_pd.v1.features import can_go_remote
+    from vllm_pd.v1.media import MediaBook, encoder_name
     if ours.decides_by_time:
         yield "prompts that it computes sooner itself (max_local_prefill_tokens auto)"
     else:
         yield (f"prompts with up to {ours.max_local_prefill_tokens} tokens that are not cached "
                "(max_local_prefill_tokens)")
-    book = AdapterBook(config.lora_config, None, False)
+    book, media = AdapterBook(config.lora_config, None, False), MediaBook(encoder_name(config))
     for name, request in _samples(config):
-        if not can_go_remote(request, book):
+        if not can_go_remote(request, book, media):
             yield name
 
 
@@ -385,14 +387,16 @@ def _samples(config: VllmConfig) -> Iterator[tuple[str, Request]]:
     yield "prompts with a cache_salt longer than a job carries", request(cache_salt="x" * SALT_CHARS)
     yield "prompts that are still coming in (streaming input)", request(resumable=True)
     if config.model_config.is_multimodal_model:
-        yield "prompts with images, audio or video", request(mm_features=[_media()])
+        yield "prompts with images, audio or video", request(mm_features=[_media(1)])
+        yield (f"prompts with more than {MAX_MEDIA_BYTES >> 20} MiB of images, audio or video",
+               request(mm_features=[_media(MAX_MEDIA_BYTES)]))
     if config.model_config.enable_prompt_embeds:
         yield "prompts of embeddings", request(prompt_embeds=_embeds())
 
 
-def _media() -> Any:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    return MultiModalFeatureSpec(data=None, modality="image", identifier="preview",
+def _media(size: int) -> Any:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+    return MultiModalFeatureSpec(data=MultiModalKwargsItem.dummy(size), modality="image", identifier="preview",
                                  mm_position=PlaceholderRange(offset=0, length=1))
 
 

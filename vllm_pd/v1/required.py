@@ -26,6 +26,8 @@ _STEP = "replaced by ours in the scheduler"
 _STEPS = "replaced by ours where ranks count their steps"
 _STORE = "replaced by ours in PDStoreConnector"
 _GAUGES = "of an engine that rests, for each of its front ends"
+_MEDIA = "images, video and audio of prompts, from one engine to another"
+_PREEMPTED = "the workers get all media of a request, for it may be preempted"
 _BESIDE = "called where OffloadingConnector is beside ours"
 
 REQUIRED: Mapping[str, tuple[Required, ...]] = {
@@ -44,7 +46,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler.need_mamba_block_aligned_split", "whether a prompt's part of a step ends with a block"),
         Required("Scheduler.block_size", "the tokens of that block"),
         Required("Scheduler.running", "asked whether a step would do anything; requests of ours change places in it"),
-        Required("Scheduler.max_num_encoder_input_tokens", "0 for a model that takes text only"),
+        Required("Scheduler.max_num_encoder_input_tokens", "0 for a model that takes text only; else what a job's item "
+                 "may have"),
+        Required("Scheduler.encoder_cache_manager", "likewise"),
+        Required("Scheduler.use_v2_model_runner", "the first one does not get the media of a preempted request again"),
         Required("Scheduler.max_num_active_reqs", "whether a request of ours would be begun"),
         Required("Scheduler.adaptive_long_prefill_threshold", "off in a step in which a request of ours is to pass"),
         Required("Scheduler.max_num_scheduled_tokens", "less for a step with requests of ours"),
@@ -80,6 +85,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "v1/core/sched/output.py": (
         Required("SchedulerOutput.num_scheduled_tokens", "how fast prompts are computed, measured step by step"),
         Required("SchedulerOutput.scheduled_spec_decode_tokens", "drafts are no tokens of prompts"),
+        Required("SchedulerOutput.scheduled_new_reqs", _PREEMPTED),
+        Required("NewRequestData.mm_features", _PREEMPTED),
         Required("SchedulerOutput.preempted_req_ids", "an engine does not sleep after a step that preempts"),
     ),
     "v1/core/sched/async_scheduler.py": (Required("AsyncScheduler", "the other base of our schedulers"), ),
@@ -105,7 +112,25 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "tracing/otel.py": (
         Required("extract_trace_context", "our spans have the parent of V1's own", takes=("headers", )),
     ),
+    "v1/core/encoder_cache_manager.py": (Required("EncoderCacheManager.cache_size", "what a job's item may have"), ),
+    "multimodal/inputs.py": (
+        Required("MultiModalFeatureSpec", _MEDIA, takes=("data", "modality", "identifier", "mm_position")),
+        Required("PlaceholderRange", _MEDIA, takes=("offset", "length", "is_embed")),
+        Required("MultiModalFieldElem", _MEDIA, takes=("data", "field")),
+        Required("MultiModalKwargsItem", _MEDIA),
+        Required("BaseMultiModalField.keep_on_cpu", _MEDIA),
+        Required("MultiModalBatchedField", _MEDIA),
+        Required("MultiModalFlatField", _MEDIA, takes=("slices", "dim")),
+        Required("MultiModalSharedField", _MEDIA, takes=("batch_size", )),
+    ),
+    "multimodal/encoder_budget.py": (
+        Required("MultiModalBudget.mm_max_toks_per_item", "which kinds of media a prefill engine takes"),
+        Required("MultiModalBudget.get_dummy_encoder_profile_inputs", "what they consist of",
+                 takes=("modality", "max_items_per_batch")),
+    ),
     "v1/request.py": (
+        Required("Request.from_engine_core_request", "makes a request of our own", takes=("request", "block_hasher")),
+        Required("Request.mm_features", "which media a job carries"),
         Required("RequestStatus.WAITING_FOR_REMOTE_KVS", "an id goes into the scheduler's sets while this holds only"),
         Required("RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR", "an engine does not sleep while this holds"),
         Required("RequestStatus.FINISHED_ERROR", "how a refused request ends, with an error for its client"),
@@ -159,8 +184,9 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCoreProc._send_abort_outputs", "answers clients at the end", takes=("aborted_reqs", )),
         Required("EngineCoreProc._send_error_outputs_to_client", "answers the client of a prompt that is refused",
                  takes=("req_ids", "client_index")),
-        Required("EngineCore.preprocess_add_request", "makes a request of our own; replaced by ours, which spares the "
-                 "sampling of a prompt that is only kept", exactly=("request", )),
+        Required("EngineCore.preprocess_add_request", "replaced by ours, which spares the sampling of a prompt that is "
+                 "only kept, and looks at media", exactly=("request", )),
+        Required("EngineCore.request_block_hasher", "makes a request of our own"),
         Required("DPEngineCoreProc.current_wave", "the wave that is started"),
         Required("DPEngineCoreProc._init_data_parallel", "a rank joins its group after it", takes=("vllm_config", )),
         Required("DPEngineCoreProc.dp_store", "through which the ranks of a group meet"),
@@ -384,6 +410,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("SchedulerConfig.disable_hybrid_kv_cache_manager", _LAYERS),
         Required("SchedulerConfig.long_prefill_token_threshold", "leaves room for a request that is to pass another"),
         Required("SchedulerConfig.get_scheduler_cls", "calls ours by its name", takes=()),
+        Required("SchedulerConfig.disable_chunked_mm_input", "an item that no step computes whole is refused"),
         Required("SchedulerConfig.enable_chunked_prefill", "without it a prompt is computed in one step"),
         Required("SchedulerConfig.async_scheduling", "chooses the base of ours"),
     ),

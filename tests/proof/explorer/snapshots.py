@@ -19,7 +19,7 @@ PAST_S = 500.0  # what lies further back than this is never asked about
 
 MOMENTS = frozenset({
     # DecodeProtocol, its records
-    "_broker_lost_at", "submitted", "deadline", "next_put", "granted_at", "lease_until", "next_cancel",
+    "_broker_lost_at", "submitted", "deadline", "next_put", "granted_at", "media_sent_at", "lease_until", "next_cancel",
     "peers_lost_at", "writing_at",
     # PrefillProtocol, its jobs, the peers of its Peering
     "claimed_at", "next_claim", "peering_until", "next_renew", "renewed_at", "next_hello", "asked_at",
