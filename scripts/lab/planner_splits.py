@@ -41,7 +41,8 @@ class Planned:
 
     def __call__(self, look: FleetLook, prefills: int) -> int:
         demand = self._meter.receive(look)
-        return prefills if demand is None else self._splits.receive(look, demand, prefills).prefills
+        choice = None if demand is None else self._splits.receive(look, demand, prefills)
+        return prefills if choice is None else choice.prefills
 
 
 def split(prefills: int) -> WantedEngines:

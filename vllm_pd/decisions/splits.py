@@ -27,7 +27,7 @@ from vllm_pd.decisions.demand import Demand, FleetLook, Targets, bounded
 from vllm_pd.decisions.virtual_fleet import VirtualFleet, VirtualRequest
 
 HALF_LIFE_S = 1800.0
-PATIENCE_S = (0.0, 15.0, 45.0, 120.0)
+PATIENCE_S = (60.0, 120.0, 240.0)  # shorter ones are computed as better than they are: changes come one by one
 ROOM = 1.1  # times as much as here makes another split one to go to
 ENOUGH = 1.5  # times the demand: with that much room here no other split is better
 MARGIN = 0.1
