@@ -57,7 +57,7 @@ def test_every_key_can_be_set(files):
              "push_chunks": True, "transport": "torch", "drain_timeout_s": 5, "max_prefill_tokens": 9,
              "log_decisions": True, "nats_prefix": "mine", "hold_s": 0, "lifeline_port": 5703,
              "policy": "my_module.MyPolicy", "zone": "rack-7",
-             "fallback": "refuse", "fallback_tokens": 77, "fallback_wait_s": 0.5, "step_sync": True,
+             "fallback": "refuse", "fallback_tokens": 77, "fallback_wait_s": 0.5, "media": True, "step_sync": True,
              "metaservers": "http://127.0.0.1:9000/v1/metaserver",
              "weights_digest": "0123456789abcdef" * 4,
              "store": {"folder": "/dev/shm/mine", "memory_gib": 1, "file_folder": "/mine", "file_gib": 2,

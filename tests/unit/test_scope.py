@@ -239,6 +239,8 @@ def test_d_sends_media_with_its_grant_and_not_with_each_repetition(side):  # noq
     retry_s = DecodeLimits().claim_retry_s
     assert side.receive(1.0 + retry_s / 2, "p", claim) == [], "it is under way"
     assert side.receive(1.0 + retry_s, "p", claim) == [grant]
+    assert side.receive(1.0 + 2 * retry_s, "p", claim) == [grant]
+    assert side.receive(1.0 + 3 * retry_s, "p", claim) == [], "all may be in the queue to P"
 
 
 def test_media_of_d_count_until_their_p_has_answered(side):  # noqa: F811
@@ -255,6 +257,14 @@ def test_media_of_d_count_until_their_p_has_answered(side):  # noqa: F811
     assert side.receive(1.2, "p", m.Claim(attempt(1), 7, scope=MEDIA.digest))[0].message.reason is m.DenyReason.ENDED
     side.receive(1.3, "p", m.Stopped(attempt(1), 7))
     assert side.media_bytes() == 0
+
+
+def test_media_of_an_attempt_that_p_has_given_up_are_in_no_queue(side):  # noqa: F811
+    """Though its writes may still land, until the two have begun anew."""
+    side.submit(0.0, attempt(1), TOKENS, [5, 6, 9], 1, scope=MEDIA, media=DATA)
+    side.receive(1.0, "p", m.Claim(attempt(1), 7, scope=MEDIA.digest))
+    side.receive(1.1, "p", m.GaveUp(attempt(1), 7, "no reason"))
+    assert side.media_bytes() == 0 and side.fenced()
 
 
 def test_media_of_an_attempt_that_is_done_are_forgotten(side):  # noqa: F811

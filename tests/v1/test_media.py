@@ -243,6 +243,15 @@ def test_b115_clients_of_p_and_jobs_share_no_image(p):
     p.check_at_rest()
 
 
+def test_b115_no_client_can_name_an_image_as_jobs_do(p):
+    """One that knows the digest of another one's image, and the form of the names."""
+    one = prompt(100)
+    assert send(p, one, [image(5, 20, 2)], 1) == 100
+    [name] = p.encoded
+    other = MediaBook(ENCODER, patterns={"image": None})
+    assert p.book._secret in name and other._secret not in name and len(other._secret) == 32
+
+
 @pytest.mark.parametrize("room", [20, 33, 64])
 @pytest.mark.parametrize("batch_tokens", [16, 33, 128])
 @pytest.mark.parametrize("chunks", [False, True])

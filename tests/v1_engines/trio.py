@@ -11,7 +11,7 @@ from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
 from tests.waiting import wait_for
 
-SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0}
+SETTINGS = {"media": True, "attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0}
 
 
 @contextlib.contextmanager

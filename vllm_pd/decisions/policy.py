@@ -77,6 +77,7 @@ class PolicyInput(msgspec.Struct, frozen=True):
     expected: Expected | None = None
     asked: AskedPlace = AskedPlace.AUTO
     whole_blocks: int = 1
+    has_media_room: bool = True  # whether its images and the like may be out beside those of others
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -153,6 +154,8 @@ def _reason_to_stay(request: PolicyInput, config: PolicyConfig) -> "Reason | Non
         return Reason.PEER
     if request.queue_length >= config.max_queue_length:
         return Reason.QUEUE
+    if not request.has_media_room:
+        return Reason.CAP
     if request.parked_blocks + request.blocks > config.max_parked_fraction * request.total_blocks:
         return Reason.CAP
     if request.parked_requests + 1 > most_parked_requests(config.max_parked_fraction, request.total_requests):

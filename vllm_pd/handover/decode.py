@@ -479,7 +479,8 @@ class DecodeHandover(ABC, Generic[R]):
                             total_requests=self._capacity.total_requests,
                             expected=self._expected(tokens - cached_tokens, avoid),
                             asked=self._asked(request),
-                            whole_blocks=theirs // rows.block_size - cached_blocks)
+                            whole_blocks=theirs // rows.block_size - cached_blocks,
+                            has_media_room=self._has_media_room(request))
         hold = None if remote.hold_settled else self._hold(request)
         if hold is not None and may_read_hold(
                 msgspec.structs.replace(found, prefill_peers=int(self._session.knows_holder(hold.incarnation))),
@@ -537,6 +538,10 @@ class DecodeHandover(ABC, Generic[R]):
     @abstractmethod
     def _can_go_remote(self, request: R) -> bool:
         """Whether all that the request needs can come from another engine."""
+
+    def _has_media_room(self, request: R) -> bool:
+        """Whether what a job carries beside tokens has room beside that of other prompts."""
+        return True
 
     @abstractmethod
     def _extra_args(self, request: R) -> Any:

@@ -51,6 +51,7 @@ class AttemptRecord:
         self.media = media  # until it ends
         self.media_bytes = sum(map(len, media))  # while there is a record: they may be in a queue to P
         self.media_sent_at = LONG_AGO
+        self.media_sends = 0
         self.token_ids = token_ids
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks

@@ -36,6 +36,7 @@ from vllm_pd.protocol.hold_reads import HoldReads
 from vllm_pd.protocol.moments import LONG_AGO, NEVER
 from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
 
+MEDIA_SENDS = 3  # of one attempt
 KEPT_DONE = 256  # attempts whose Sent may still come after their end
 _SEEMS_DEAD = "the prefill engine, on another machine, can't be reached any more"
 _TOO_SLOW = "it took longer than a lease after this engine has made new transfer agents"
@@ -428,6 +429,8 @@ class DecodeProtocol:
             self.dropped["claim_duplicate"] += 1
             if record.media and now < record.media_sent_at + self.limits.claim_retry_s:
                 return []  # it is large, and most probably under way
+            if record.media and record.media_sends >= MEDIA_SENDS:
+                return []  # each may still be in a queue to P
             return self._grant(now, record)
         if message.scope != record.scope.digest:  # of an older release, or the job has lost it at an older broker
             record.avoid += (sender, )
@@ -487,6 +490,7 @@ class DecodeProtocol:
         if record is None or record.unproven:
             return self._drop("gave_up_unknown")
         record.unproven = True
+        record.media_bytes = 0  # P has answered
         if record.generation == self.generations.current:  # else the two have begun anew already
             self.parted.add(sender)
         if record.state.ended:
@@ -588,6 +592,7 @@ class DecodeProtocol:
     def _grant(self, now: float, record: AttemptRecord) -> list[Action]:
         if record.media:
             record.media_sent_at = now
+            record.media_sends += 1
         return [ToPrefill(record.peer, m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks,
                                                self.limits.lease_s, record.media))]
 

@@ -180,6 +180,9 @@ class PDConfig:
     weights_digest: str | None = _key(
         None, "The digest of weights that are no files of the model, for which the operator vouches: 64 hexadecimal "
         "digits, as `vllm-pd digest FOLDER` prints them of a folder with the same weights.")
+    media: bool = _key(
+        False, "Whether prompts with images, video or audio may be prefilled by another engine: the same on all. "
+        "On V1; not tried on a GPU.")
     step_sync: bool = _key(
         False, "Whether the data-parallel ranks of a model with experts agree on their forward passes among "
         "themselves, in the place of vLLM's waves: the same on all ranks. On V1.")

@@ -299,9 +299,12 @@ class ParkedRequests(DecodeHandover["Request"]):
         return bool(self._scheduler.running)
 
     def _can_go_remote(self, request: Request) -> bool:
-        if not can_go_remote(request, self._adapters, self._media_book):
-            return False
-        return not request.mm_features or self._session.takes_media(self._scope(request).media_bytes)
+        return can_go_remote(request, self._adapters, self._media_book)
+
+    def _has_media_room(self, request: Request) -> bool:
+        if not request.mm_features or not self._can_go_remote(request):
+            return True
+        return self._session.takes_media(self._scope(request).media_bytes)
 
     def _extra_args(self, request: Request) -> Any:
         return request.sampling_params and request.sampling_params.extra_args

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +69,8 @@ class MediaBook:
         self.encoder = encoder
         self._own_tokens = own_tokens
         self._patterns = dict(patterns or {}) if encoder else {}
+        # In the names of jobs' items: V1 knows pictures by name, and a client may choose the names of its own.
+        self._secret = secrets.token_hex(16)
         self._items: weakref.WeakKeyDictionary[Request, tuple[MediaItem, ...]] = weakref.WeakKeyDictionary()
 
     # The decode engine.
@@ -106,9 +109,10 @@ class MediaBook:
             if not before <= place.offset < place.offset + place.length <= request.num_prompt_tokens - self._own_tokens:
                 raise MediaFault("two items overlap, or the last one is in no job as a whole")
             before = place.offset + place.length
-            found, size = digest(item_parts(one.data, place))
-            if (left := left - size) < 0:
+            parts = item_parts(one.data, place)
+            if (left := left - sum(memoryview(part).nbytes for part in parts)) < 0:
                 raise MediaFault(f"more than {MAX_MEDIA_BYTES} bytes")
+            found, size = digest(parts)
             items.append(MediaItem(found, one.modality, place.offset, place.length, size))
         return tuple(items)
 
@@ -150,15 +154,15 @@ class MediaBook:
                              f"{room} at most")
         if scheduler.scheduler_config.disable_chunked_mm_input and item.length > scheduler.max_num_scheduled_tokens:
             raise ValueError(f"its item at token {item.offset} has {item.length} tokens, which no step computes whole")
-        name = f"pd-{item.modality}-{item.length}-{item.digest.hex()}"
+        name = f"pd-{self._secret}-{item.modality}-{item.length}-{item.digest.hex()}"
         return MultiModalFeatureSpec(data=made, modality=item.modality, identifier=name, mm_position=place)
 
 
-def make_media_book(config: VllmConfig, role: Role, own_tokens: int) -> MediaBook:
-    """That of an engine. Of a prefill engine this makes vLLM's dummy items, as V1 did to profile the model. One that
-    decodes, too, takes no jobs with media: the encoder computes an item at once, and clients' tokens would wait for
-    it."""
-    encoder = encoder_name(config)
+def make_media_book(config: VllmConfig, role: Role, own_tokens: int, is_on: bool) -> MediaBook:
+    """That of an engine; one that is not `is_on` keeps all its media. Of a prefill engine this makes vLLM's dummy
+    items, as V1 did to profile the model. One that decodes, too, takes no jobs with media: the encoder computes an item
+    at once, and clients' tokens would wait for it."""
+    encoder = encoder_name(config) if is_on else ""
     patterns: dict[str, ItemHead] = {}
     if encoder and role is Role.PREFILL:
         try:
@@ -176,6 +180,7 @@ def encoder_name(config: VllmConfig) -> str:
     if (ours is None or model.is_encoder_decoder or ours.language_model_only or ours.mm_encoder_only
             or ours.video_pruning_rate  # which tokens are there is known when the encoder has run
             or config.speculative_config is not None  # what a drafter makes of media was not tried
+            or model.is_mm_prefix_lm  # a step that ends in an item computes its first tokens without its last ones
             or config.ec_transfer_config is not None):  # outputs of encoders come from elsewhere
         return ""
     scales = ours.mm_encoder_fp8_scale_path

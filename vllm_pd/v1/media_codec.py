@@ -107,7 +107,7 @@ def item_parts(item: MultiModalKwargsItem, position: PlaceholderRange) -> list[b
     try:
         encoded = msgspec.msgpack.encode(head)
         _head.decode(encoded)  # by the bounds of its reader
-    except (*_UNREADABLE, OverflowError) as error:
+    except (*_UNREADABLE, OverflowError, TypeError) as error:
         raise MediaFault(str(error)[:200]) from error
     if len(encoded) > MAX_HEAD_BYTES:
         raise MediaFault(f"{len(encoded)} bytes of names and shapes")
@@ -262,4 +262,7 @@ class _Elements:
         elements = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         if part.dtype == "bool" and len(data) and int(elements.max()) > 1:
             raise MediaFault("a bool that is neither 0 nor 1")
-        return elements.view(DTYPES[part.dtype]).reshape(part.shape)
+        try:
+            return elements.view(DTYPES[part.dtype]).reshape(part.shape)
+        except RuntimeError as error:  # of an empty one with more elements than a number can say
+            raise MediaFault(f"a tensor of the shape {part.shape}") from error

@@ -71,7 +71,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                                engine.scheduler.max_num_scheduled_tokens, vllm_config.cache_config.num_gpu_blocks,
                                1 + vllm_config.scheduler_config.async_scheduling)
     binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder(),
-                   make_media_book(vllm_config, config.role, rows.own_tokens))
+                   make_media_book(vllm_config, config.role, rows.own_tokens, config.media))
     watch_reload(engine, binding.weights_replaced)
     watch_adapters(engine, binding.adapters)
     if publishes_events(vllm_config):
