@@ -52,9 +52,9 @@ def p(model_folder, in_flight):
     return MediaEngine(model_folder, in_flight, role="kv_producer")
 
 
-def stays(engine) -> bool:
+def stays(engine, reason: str = "feature") -> bool:
     end(engine)
-    return not engine.protocol.jobs and ["decision", "local", "feature"] in engine.counted()
+    return not engine.protocol.jobs and ["decision", "local", reason] in engine.counted()
 
 
 # The decode engine.
@@ -147,7 +147,7 @@ def test_b115_images_stay_on_d_where_its_settings_say_so(model_folder, book):
 def test_b115_images_stay_on_d_while_too_many_are_under_way(d):
     d.protocol.has_room = False
     d.ask("a", prompt(100), image(5, 20, 1))
-    assert stays(d)
+    assert stays(d, "cap")
     d.protocol.has_room = True
     d.ask("b", prompt(100), image(5, 20, 2))
     d.run()
@@ -517,7 +517,7 @@ def config(**fields):
     media = {"language_model_only": False, "mm_encoder_only": False, "video_pruning_rate": None,
              "mm_encoder_fp8_scale_path": None, "mm_processor_kwargs": None, "mm_encoder_attn_dtype": None,
              "mm_device_do_normalize": True}
-    model = {"is_multimodal_model": True, "is_encoder_decoder": False}
+    model = {"is_multimodal_model": True, "is_encoder_decoder": False, "is_mm_prefix_lm": False}
     rest = {"speculative_config": None, "ec_transfer_config": None}
     for group in (media, model, rest):
         group.update({key: fields.pop(key) for key in list(fields) if key in group})
@@ -526,7 +526,8 @@ def config(**fields):
 
 
 @pytest.mark.parametrize("fields", [
-    {"is_multimodal_model": False}, {"is_encoder_decoder": True}, {"language_model_only": True},
+    {"is_multimodal_model": False}, {"is_encoder_decoder": True}, {"is_mm_prefix_lm": True},
+    {"language_model_only": True},
     {"mm_encoder_only": True}, {"video_pruning_rate": 0.5}, {"speculative_config": object()},
     {"ec_transfer_config": object()}])
 def test_b115_media_stay_with_an_engine_of_these_settings(fields):

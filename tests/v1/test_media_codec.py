@@ -106,8 +106,8 @@ def test_items_are_the_same_bytes_only_if_all_of_them_is_the_same():
                                    torch.zeros(2, device="meta"), torch.eye(2).to_sparse(), [[[[[[1]]]]]],
                                    [1] * codec.MAX_PARTS, torch.zeros((1, ) * 9),
                                    torch.zeros(MAX_MEDIA_BYTES + 1, dtype=torch.uint8)],
-                         ids=["text", "none", "bytes", "large number", "complex", "meta", "sparse", "deep", "many parts",
-                              "many dimensions", "large tensor"])
+                         ids=["text", "none", "bytes", "large number", "complex", "meta", "sparse", "deep",
+                              "many parts", "many dimensions", "large tensor"])
 def test_what_is_not_carried_is_a_fault(value):
     with pytest.raises(codec.MediaFault):
         encode(simple(a=value))
