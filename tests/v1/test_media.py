@@ -403,7 +403,8 @@ def storm(folder, in_flight, seed, requests=60):
     draw = random.Random(seed)
     d = MediaEngine(folder, in_flight, role="kv_consumer", blocks=draw.choice((40, 64)), room=draw.choice((48, 96)))
     p = MediaEngine(folder, in_flight, role="kv_producer", blocks=draw.choice((48, 64)), room=draw.choice((32, 64)),
-                    batch_tokens=draw.choice((17, 33, 128)), push_chunks=draw.random() < 0.5)
+                    batch_tokens=draw.choice((17, 33, 128)), push_chunks=draw.random() < 0.5,
+                    prefix_reads="never")
     beginnings = [[draw.randrange(10, 900) for _ in range(300)] for _ in range(3)]
     jobs, taken, done = {}, set(), 0
     for number in range(requests):
