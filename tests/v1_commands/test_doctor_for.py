@@ -215,6 +215,16 @@ def test_what_stays_is_what_the_binding_says(monkeypatch, goes):
     assert "plain prompts" not in kinds and "prompts with images, audio or video" in kinds and len(kinds) == 7
 
 
+@pytest.mark.parametrize("goes", [True, False])
+def test_images_stay_without_the_key_media(monkeypatch, goes):
+    monkeypatch.setattr("vllm_pd.v1.media.encoder_name", lambda config: "0" * 16)
+    config = SimpleNamespace(lora_config=None, model_config=SimpleNamespace(is_multimodal_model=True,
+                                                                            enable_prompt_embeds=False))
+    kinds = list(stays_here(config, PDConfig.parse("kv_both", {"broker": BROKER, "media": goes})))
+    assert ("prompts with images, audio or video" not in kinds) is goes
+    assert "prompts with more than 24 MiB of images, audio or video" in kinds
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # all lines together
 class TestPairs:

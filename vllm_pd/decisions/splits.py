@@ -27,7 +27,7 @@ from vllm_pd.decisions.demand import Demand, FleetLook, Targets, bounded
 from vllm_pd.decisions.virtual_fleet import VirtualFleet, VirtualRequest
 
 HALF_LIFE_S = 1800.0
-PATIENCE_S = (60.0, 120.0, 240.0)  # shorter ones are computed as better than they are: changes come one by one
+PATIENCE_S = (60.0, 120.0, 240.0)  # with less, virtual time promises more than changes one by one can keep
 ROOM = 1.1  # times as much as here makes another split one to go to
 ENOUGH = 1.5  # times the demand: with that much room here no other split is better
 MARGIN = 0.1
@@ -229,7 +229,7 @@ class SplitPlanner:
         look = bounded(look)
         if look.arrived > MAX_ARRIVED:
             self._chosen = prefills
-            return SplitChoice(prefills, f"more than {MAX_ARRIVED} requests in a look: make them shorter")
+            return SplitChoice(prefills, f"more than {MAX_ARRIVED} requests in a look: look more often")
         if prefills != self._chosen:
             self._settled_at = look.at_s + SETTLE_CHANGES * self._change_s
         self._arrived += look.arrived

@@ -27,8 +27,8 @@ class VirtualRequest(msgspec.Struct, frozen=True):
 
 
 class _Engine(msgspec.Struct):
-    """`made`: tokens that one request has got that is there since the beginning, at `at_s`. `running`: a heap of
-    (`made` at its end, number, request, its first token at). `plan`: number of the event that counts."""
+    """`made`: how many tokens each request has got by `at_s` if it has been there from the beginning. `running`: a heap
+    of (`made` at its end, number, request, its first token at). `plan`: the number of its event that counts."""
     prefills: bool
     goal: bool  # whether it is to prefill
     ready_s: float = 0.0

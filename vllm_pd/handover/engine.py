@@ -124,13 +124,10 @@ class Handover(ABC):
     def _report_load(self) -> None:
         """Pass the present load on to the protocol, which sends it with each heartbeat."""
         load, jobs = self._load(), self.prefill_jobs
-        requests = load.running + load.waiting
-        if jobs is None:
-            load = msgspec.structs.replace(load, clients=requests)
-        else:
+        if jobs is not None:
             tokens = self.remote_prefills.job_tokens = jobs.job_tokens
             load = msgspec.structs.replace(load, job_tokens=tokens, tokens_per_s=self.speed.tokens_per_s,
-                                           clients=max(0, requests - jobs.requests_here))
+                                           clients=max(0, load.running + load.waiting - jobs.requests_here))
         self.protocol.set_load(load)
 
     def _give_back_jobs(self) -> None:

@@ -4,7 +4,7 @@
 Life of a flip: `FlipBook.choose` names an engine and its new role; the caller gives the order and says what came of it
 (`ordered`). The flip is then open until the registry has the engine in the new role and nothing of the old role is open
 at the engine, or until it has failed. No second flip is begun while one is open, nor in the cool-down after any change
-of a role, whoever has made it.
+of a role, also one that an operator or another planner has made.
 
 An engine can change if it was started as `kv_both`. It says so itself (`changes_role` in its status), so each is asked
 once. One that acts as `kv_both` has clients: it counts as a decode engine, and is the first to become a prefill engine.

@@ -65,7 +65,7 @@ class FleetPlanner:
         self._targets = Targets(options.ttft_ms / 1e3, options.itl_ms / 1e3)
         self._meter = DemandMeter(self._targets)
         self._counter = WantedCounter(self._targets, WantedBounds(options.use, options.hold_s, 1, options.most))
-        self._divider = FleetDivider(options, families, say, clock)
+        self._divider = FleetDivider(options, self._targets, families, say, clock)
         self._before: FleetReading | None = None
         self._said: WantedEngines | None = None
 
@@ -110,10 +110,10 @@ class FleetPlanner:
 class FleetDivider:
     """Divides the engines that are there between the roles, for a `FleetPlanner`."""
 
-    def __init__(self, options: PlannerOptions, families: PlannerFamilies, say: Callable[[str], None],
-                 clock: Callable[[], float]) -> None:
-        self._options, self._families, self._say, self._clock = options, families, say, clock
-        self._targets = Targets(options.ttft_ms / 1e3, options.itl_ms / 1e3)
+    def __init__(self, options: PlannerOptions, targets: Targets, families: PlannerFamilies,
+                 say: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._options, self._targets = options, targets
+        self._families, self._say, self._clock = families, say, clock
         self._book = FlipBook(FlipBounds(options.cool_down_s, options.flips_per_hour), clock())
         self._splitter: SplitPlanner | None = None
         self._shape: tuple[int, int, int] | None = None  # of the engines: their count and the least numbers

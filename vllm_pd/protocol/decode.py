@@ -427,10 +427,9 @@ class DecodeProtocol:
             if (record.peer, record.claim) != (sender, message.claim):
                 return self._deny(sender, message, m.DenyReason.TAKEN)
             self.dropped["claim_duplicate"] += 1
-            if record.media and now < record.media_sent_at + self.limits.claim_retry_s:
-                return []  # it is large, and most probably under way
-            if record.media and record.media_sends >= MEDIA_SENDS:
-                return []  # each may still be in a queue to P
+            if record.media and (record.media_sends >= MEDIA_SENDS
+                                 or now < record.media_sent_at + self.limits.claim_retry_s):
+                return []  # they are large, and most probably under way, or in a queue to P
             return self._grant(now, record)
         if message.scope != record.scope.digest:  # of an older release, or the job has lost it at an older broker
             record.avoid += (sender, )

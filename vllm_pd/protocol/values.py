@@ -125,7 +125,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     it has taken and not computed yet, without what their decode engines have cached, and `tokens_per_s`, how fast it
     computes prompts as it has measured; 0: not measured, or an older release. Over NATS: `queued_tokens`, those of the
     engine's own jobs that nobody has got yet; None: an older release. `clients`: those of `running` and `waiting` that
-    are no jobs of peers; None: an older release."""
+    are no jobs of peers; None: all, for it does none, or an older release."""
     running: Count = 0
     waiting: Count = 0
     free_blocks: Count = 0

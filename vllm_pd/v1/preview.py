@@ -366,7 +366,7 @@ def stays_here(config: VllmConfig, ours: PDConfig) -> Iterator[str]:
     else:
         yield (f"prompts with up to {ours.max_local_prefill_tokens} tokens that are not cached "
                "(max_local_prefill_tokens)")
-    book, media = AdapterBook(config.lora_config, None, False), MediaBook(encoder_name(config))
+    book, media = AdapterBook(config.lora_config, None, False), MediaBook(encoder_name(config) if ours.media else "")
     for name, request in _samples(config):
         if not can_go_remote(request, book, media):
             yield name
