@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-pd up --router` with the real model: a decode engine, a prefill engine, and the router in front. The prefill
-engine, which answers requests too, is made a second worker by hand, one without events. Before the same engines: Envoy
-with the endpoint picker; where one of these can't be installed that is skipped, and in CI it fails."""
+"""`vllm-pd up --router` with the real model: a decode engine, a prefill engine, and the router in front. Before the
+same engines: a second router without a registry, for which the prefill engine, which answers requests too, is another
+worker, one without events; and Envoy with the endpoint picker; where one of these can't be installed that is skipped,
+and in CI it fails."""
 import dataclasses
 import http.client
 import json
@@ -23,7 +24,7 @@ from tests.router.openai_talk import client, conversation
 from tests.verdict import same_answer
 from tests.waiting import wait_for
 from vllm_pd.bench.load import GenerationRequest, ask
-from vllm_pd.bench.servers import HOST, Server, Servers
+from vllm_pd.bench.servers import HOST, RouterCommand, Server, Servers
 from vllm_pd.ops.launch.plan import UpOptions, plan_fleet
 from vllm_pd.ops.launch.up import Fleet
 from vllm_pd.ops.scrape import scrape
@@ -36,6 +37,7 @@ needs_envoy = pytest.mark.skipif(
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "16", "--enable-prefix-caching",
               "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8",
               "--disable-log-requests"]
+QUICK = ("--probe-interval-s", "1", "--probe-timeout-s", "15")  # engines of other tests run beside these
 PD = {"max_local_prefill_tokens": 200, "heartbeat_s": 2, "ttl_s": 120}
 
 
@@ -46,37 +48,38 @@ def fleet() -> Iterator[Fleet]:
     options = UpOptions(model_folder("VLLM_PD_MODEL"), 1, 1, port=take_free_run("127.0.0.1", 3), pd=PD,
                         serve_args=SERVE_ARGS, router=True)
     plan = plan_fleet(options, sorted(os.sched_getaffinity(0)))
-    quick = ("--probe-interval-s", "1", "--probe-timeout-s", "15")  # engines of other tests run beside these
-    plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, command=(*plan.router.command, *quick)))
+    plan = dataclasses.replace(plan, router=dataclasses.replace(plan.router, command=(*plan.router.command, *QUICK)))
     with Fleet(plan) as running:
-        wait_for(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)["workers"]]
-                   == [("up", "live")] and workers(running)["tokenizer"] == "ok", "the router has all that it needs")
+        wait_for(lambda: has_all_it_needs(workers(plan.router.url)), "the router has all that it needs")
         yield running
 
 
-@pytest.fixture
-def two(fleet) -> Iterator[Fleet]:
-    """With both engines as workers."""
-    router, url = fleet.plan.router.url, fleet.plan.engines[1].url
-    assert request(router, "POST", "/workers", {"url": url})[0] == 201
-    wait_for(lambda: [one["state"] for one in workers(fleet)["workers"]] == ["up", "up"], "both are up")
-    yield fleet
-    assert request(router, "DELETE", "/workers", {"url": url})[0] == 200
+@pytest.fixture(scope="module")
+def two(fleet) -> Iterator[str]:
+    """The URL of a router with both engines as workers."""
+    engines = [engine.url for engine in fleet.plan.engines]
+    with Servers(print) as servers:
+        router = servers.router(RouterCommand.ours(f"two={' '.join(QUICK)}"), engines, Server.is_healthy)
+        wait_for(lambda: (shown := workers(router.url))["tokenizer"] == "ok"
+                   and {one["state"] for one in shown["workers"]} == {"up"}, "both are up, and it has the tokenizer")
+        yield router.url
 
 
-def workers(fleet: Fleet) -> dict:
-    status, _, body = request(fleet.plan.router.url, "GET", "/workers")
+def has_all_it_needs(shown: dict) -> bool:
+    """Whether the decode engine is known with its events, and its tokenizer."""
+    return (shown["tokenizer"] == "ok"
+            and [(one["state"], (one["events"] or {}).get("state")) for one in shown["workers"]] == [("up", "live")])
+
+
+def workers(router: str) -> dict:
+    status, _, body = request(router, "GET", "/workers")
     assert status == 200
     return json.loads(body)
 
 
-def blocks_known(fleet: Fleet) -> float:
-    """Different blocks that the router has heard of: by events, or, where a pulse overtakes those, by a snapshot."""
-    return known_blocks(fleet.plan.router.url)
-
-
 def known_blocks(url: str) -> float:
-    """The same of a router, or of a picker, whose metrics are here."""
+    """Different blocks that a router has heard of, or a picker, whose metrics are here: by events, or, where a pulse
+    overtakes those, by a snapshot."""
     return scrape(url).value("vllm:pd_router_index_entries", table="names")
 
 
@@ -145,20 +148,20 @@ def plain(body: bytes) -> object:
     return clean(json.loads(body))
 
 
-def test_a_prompt_goes_where_its_prefix_is(two):
+def test_a_prompt_goes_where_its_prefix_is(fleet, two):
     """Tokens and templates agree with the engines': what one has computed is found there again, block for block."""
-    url, decode = two.plan.router.url, two.plan.engines[0].url
+    decode = fleet.plan.engines[0].url
     makes = [lambda content: ("/v1/completions", {"prompt": content}),
              lambda content: ("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})]
     for number, make in enumerate(makes):
         begin = text(25, 50_000 + 1000 * number)
         path, body = make(begin)
-        known = blocks_known(two)
+        known = known_blocks(two)
         assert request(decode, "POST", path, {"model": MODEL, "max_tokens": 4, **body})[0] == 200
-        wait_for(lambda known=known: blocks_known(two) >= known + 20, "the router has heard of it")
+        wait_for(lambda known=known: known_blocks(two) >= known + 20, "the router has heard of it")
         for turn in range(1, 4):
             path, body = make(begin + " and" * 40 * turn)
-            status, headers, _ = request(url, "POST", path, {"model": MODEL, "max_tokens": 4, "temperature": 0, **body},
+            status, headers, _ = request(two, "POST", path, {"model": MODEL, "max_tokens": 4, "temperature": 0, **body},
                                          **{"X-Vllm-Pd-Explain": "1"})
             assert status == 200 and headers["x-vllm-pd-worker"] == decode
             explained = headers["x-vllm-pd-explain"]
@@ -208,16 +211,16 @@ def test_behind_envoy_a_prompt_goes_where_its_prefix_is(fleet, offset, mode, tmp
         assert scrape(decode).since(before).value("vllm:pd_decisions_total", decision="local") >= 1
 
 
-def test_b63_an_engine_that_is_stopped_is_left_out(two):
+def test_b63_an_engine_that_is_stopped_is_left_out(fleet, two):
     """Its requests are answered by the other one; it comes back."""
-    url, (stopped, other) = two.plan.router.url, two.plan.engines
-    server = psutil.Process(two._engines[stopped].pid)
+    stopped, other = fleet.plan.engines
+    server = psutil.Process(fleet._engines[stopped].pid)
     processes = [server, *server.children(recursive=True)]
     for process in processes:
         freeze(process.pid)
     try:
         for number in range(3):
-            status, headers, _ = request(url, "POST", "/v1/completions", {
+            status, headers, _ = request(two, "POST", "/v1/completions", {
                 "model": MODEL, "prompt": f"Number {number} is", "max_tokens": 2}, **{"X-Vllm-Pd-Explain": "1"})
             assert status == 200 and headers["x-vllm-pd-worker"] == other.url
     finally:

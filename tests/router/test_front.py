@@ -821,6 +821,12 @@ class TestMembership:
                                    self.member("b", "http://h:8", role, draining)], 0.0)
                 assert {worker.url for worker in workers} == known
             assert {worker.source for worker in workers} == {WorkerSource.STATIC, WorkerSource.OPERATOR}
+            membership.update([self.member("c", "http://h:7", m.Role.PREFILL)], 0.5)
+            with pytest.raises(ConfigError, match="http://h:7.*only prefills"):
+                membership.add("http://h:7/")
+            membership.problem = "the broker is silent"
+            assert membership.add("http://h:7") is not None and membership.remove("http://h:7"), "it may decode by now"
+            membership.problem = ""
             membership.update([self.member("a", "http://h:9", m.Role.PREFILL)], 1.0)
             assert membership.remove("http://h:9") and not membership.remove("http://h:9")
             for role in (m.Role.PREFILL, m.Role.DECODE):

@@ -76,9 +76,12 @@ class Membership:
             await asyncio.to_thread(self._context.term)
 
     def add(self, url: object) -> RouterWorker | None:
-        """Add a worker for an operator. Returns None where there are too many. Raises ConfigError for an invalid
-        URL."""
+        """Add a worker for an operator. Returns None where there are too many. Raises ConfigError for an invalid URL,
+        and for an engine that would be left out at once."""
         name = parse_worker("url", url)
+        if name in self.unwanted and not self.problem and self._workers.get(name) is None:
+            raise ConfigError("url", name, "by the registry this engine drains or only prefills: add it when it "
+                              "decodes, or to a router without --broker")
         worker = self._workers.add(name, WorkerSource.OPERATOR)
         if worker is not None and worker.incarnation is not None:
             self._dismissed.pop(worker.incarnation, None)
