@@ -14,7 +14,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.ops import planner as planner_module
 from vllm_pd.ops.fleet_looks import WANTED
 from vllm_pd.ops.flip_orders import OrderResult
-from vllm_pd.ops.flips import LATE_S, FlipOutcome, is_over, roles_of
+from vllm_pd.ops.flips import LATE_S, Flip, FlipBounds, FlipOutcome, is_over, roles_of
 from vllm_pd.ops.options import PlannerOptions
 from vllm_pd.ops.planner import FleetPlanner, PlannerFamilies
 from vllm_pd.ops.scrape import parse
@@ -33,7 +33,7 @@ class GivenSplits:
     wanted = 1
     made: list[tuple] = []
 
-    def __init__(self, count, prefills, targets, change_s=30.0, least_prefills=1, least_decodes=1):
+    def __init__(self, count, prefills, targets, change_s=30.0, at_once=1, least_prefills=1, least_decodes=1):
         if least_prefills + least_decodes > count or count < 2:
             raise ValueError("not possible")
         self.made.append((count, prefills, least_prefills, least_decodes))
@@ -86,7 +86,7 @@ class PlayedFleet:
         """One more; the first is the fleet's own."""
         families = PlannerFamilies()
         self.families.append(families)
-        options = {"flip": True, "cool_down_s": COOL_DOWN_S, **options}
+        options = {"flip": True, "cool_down_s": COOL_DOWN_S, "at_once": 1, **options}
         return FleetPlanner(PlannerOptions(**options).checked(), families, self.said.append, lambda: self.now)
 
     def members(self) -> list[m.Member]:
@@ -104,8 +104,12 @@ class PlayedFleet:
                 found.append(MemberReading(member, self.now, parse(wanted_lines(page, WANTED))))
         return FleetReading(tuple(found), 0, self.fault)
 
-    def order(self, name: str, to: m.Role, seen: dict) -> OrderResult:
+    async def order(self, flip: Flip, seen: dict) -> OrderResult:
         """As `FlipOrders.order`."""
+        return self.give(flip, seen)
+
+    def give(self, flip: Flip, seen: dict) -> OrderResult:
+        name, to = flip.member.incarnation, flip.to
         self.before_order()
         if roles_of(self.members()) != seen:
             return OrderResult(False, "the registry has changed since the reading")
@@ -131,9 +135,9 @@ class PlayedFleet:
                     for one in self.members() if one.incarnation in asked
                     and not self.engines[one.incarnation].silent}
         planner.receive(reading, statuses)
-        if (flip := planner.take_flip()) is not None:
-            planner.ordered(flip, self.order(flip.member.incarnation, flip.to,
-                                             roles_of(one.member for one in reading.engines)))
+        orders = planner_module._order(planner, self, roles_of(one.member for one in reading.engines))
+        with pytest.raises(StopIteration):  # nothing in it waits
+            orders.send(None)
         self.asked[id(planner)] = {one.incarnation for one in planner.to_ask(reading)}
 
     def run(self, looks: int) -> None:
@@ -176,6 +180,84 @@ def test_one_engine_at_a_time_changes_until_the_split_is_as_wanted(given):
     fleet.run(10)
     assert fleet.orders[2:] and fleet.orders[2][2] is DECODE and len(fleet.orders) == 3
     assert fleet.flips(FlipOutcome.DONE, "decode") == 1
+
+
+def test_half_of_the_engines_change_at_a_time_and_one_is_left(given):
+    """As many as lack, those with the least to do; and no more than that leaves one of their role."""
+    given.wanted = 3
+    eight = {"p": PREFILL, **dict.fromkeys("abcdefg", DECODE)}
+    fleet = PlayedFleet(eight, at_once=0)
+    for number, name in enumerate("abcdefg"):
+        fleet.engines[name].figures = f"vllm:num_requests_running {number}.0\n"
+    fleet.run(COOL_DOWNS)
+    assert fleet.names() == ["a", "b"] and len({at_s for at_s, _, _ in fleet.orders}) == 1
+    given.wanted = 7
+    fleet.run(COOL_DOWNS)
+    assert fleet.names() == [*"abcdef"], "one is left"
+    fleet.run(COOL_DOWNS)
+    assert fleet.decodes() == ["g"] and fleet.flips(FlipOutcome.DONE) == 6
+    three = PlayedFleet({"p": PREFILL, "a": DECODE, "b": DECODE}, at_once=64)
+    given.wanted = 2
+    three.run(20)
+    assert three.names() == ["a"]
+
+
+def test_while_some_change_others_to_the_same_role_may_and_none_to_the_other(given):
+    given.wanted = 2
+    fleet = PlayedFleet({"p": PREFILL, **dict.fromkeys("abcd", DECODE)}, at_once=2)
+    for name in "abcd":
+        fleet.engines[name].open_requests = 1
+    fleet.run_until_order()
+    given.wanted = 4
+    fleet.run(20)
+    assert fleet.names() == ["a", "b"], "a third one has no room"
+    given.wanted = 1
+    fleet.run(20)
+    assert fleet.names() == ["a", "b"] and any("no flip: a at http://a" in one for one in fleet.said)
+    fleet.engines["b"].open_requests = 0
+    fleet.run(20)
+    assert fleet.flips(FlipOutcome.DONE) == 1 and fleet.names() == ["a", "b"]
+    fleet.engines["a"].open_requests = 0
+    fleet.run(20)
+    assert len(fleet.orders) == 4 and {role for _, _, role in fleet.orders[2:]} == {DECODE}
+
+
+def test_orders_that_come_after_one_that_failed_are_not_given(given):
+    """They are decided anew."""
+    given.wanted = 3
+    fleet = PlayedFleet({"p": PREFILL, **dict.fromkeys("abcd", DECODE)}, at_once=2)
+    fleet.engines["a"].deaf = True
+    fleet.run_until_order()
+    assert fleet.names() == ["a"] and fleet.decodes() == [*"abcd"]
+    fleet.run(20)
+    assert fleet.flips(FlipOutcome.FAILED) >= 1 and fleet.decodes() == ["a", "d"]
+    changed = PlayedFleet({"p": PREFILL, **dict.fromkeys("abcd", DECODE)}, at_once=2)
+    changed.before_order = lambda: setattr(changed.engines["d"], "draining", len(changed.orders) == 1)
+    changed.run_until_order()
+    assert changed.names() == ["a"] and changed.flips(FlipOutcome.SKIPPED) == 1
+
+
+def test_those_that_change_count_at_their_new_role_when_the_last_one_is_sought(given):
+    """With all orders of a look given before the registry shows any, one engine of the role is left all the same."""
+    given.wanted = 3
+    fleet = PlayedFleet(FOUR, at_once=3)
+    fleet.lag_s = 25.0
+    fleet.run(30)
+    assert len(fleet.names()) == len(set(fleet.names())) and len(fleet.decodes()) == 1
+
+
+def test_as_many_may_change_as_orders_are_left_in_this_hour(given):
+    given.wanted = 6
+    fleet = PlayedFleet({"p": PREFILL, **dict.fromkeys("abcdefg", DECODE)}, at_once=0, flips_per_hour=3)
+    fleet.run(60)
+    assert len(fleet.orders) == 3
+    fleet.run(360)
+    assert len(fleet.orders) == 5
+
+
+def test_bounds_say_how_many_may_change_at_a_time():
+    assert [FlipBounds().most_at_once(engines) for engines in (1, 2, 3, 8, 64)] == [1, 1, 1, 4, 32]
+    assert FlipBounds(at_once=3).most_at_once(64) == 3
 
 
 def test_those_that_act_as_both_count_as_decode_engines_and_change_first(given):
@@ -407,8 +489,8 @@ def test_an_engine_that_refuses_is_left_alone_for_longer_each_time_and_another_i
 def test_an_order_without_an_answer_that_was_carried_out_is_a_change_as_any_other(given):
     given.wanted = 2
     fleet = PlayedFleet(FOUR)
-    kept = fleet.order
-    fleet.order = lambda *arguments: kept(*arguments)._replace(problem="the engine does not answer")
+    kept = fleet.give
+    fleet.give = lambda *arguments: kept(*arguments)._replace(problem="the engine does not answer")
     fleet.run(20)
     assert fleet.names() == ["a"] and fleet.flips(FlipOutcome.DONE) == 1 and fleet.flips(FlipOutcome.FAILED) == 0
 
@@ -541,7 +623,7 @@ def test_an_engine_of_an_older_release_changes_only_if_it_acts_as_both(given):
 
 @pytest.mark.parametrize("options, key", [
     ({"cool_down_s": 0.0}, "--cool-down-s"), ({"cool_down_s": float("nan")}, "--cool-down-s"),
-    ({"flips_per_hour": 0}, "--flips-per-hour"), ({"flip": True, "once": True}, "--flip")])
+    ({"flips_per_hour": 0}, "--flips-per-hour"), ({"at_once": 65}, "--at-once"), ({"flip": True, "once": True}, "--flip")])
 def test_b80_options_that_can_not_be_used_are_refused(options, key):
     with pytest.raises(ConfigError, match=f"{key}=.* can't be used"):
         PlannerOptions(**options).checked()

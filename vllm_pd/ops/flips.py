@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine may change its role now, for `vllm-pd planner --flip`, and when that change is over. Pure.
+"""Which engines may change their role now, for `vllm-pd planner --flip`, and when such a change is over. Pure.
 
 Life of a flip: `FlipBook.choose` names an engine and its new role; the caller gives the order and says what came of it
 (`ordered`). The flip is then open until the registry has the engine in the new role and nothing of the old role is open
-at the engine, or until it has failed. No second flip is begun while one is open, nor in the cool-down after any change
-of a role, also one that an operator or another planner has made.
+at the engine, or until it has failed. A limited number is open at a time, all to the same role. None is begun in the
+cool-down after any change of a role, also one that an operator or another planner has made.
 
 An engine can change if it was started as `kv_both`. It says so itself (`changes_role` in its status), so each is asked
 once. One that acts as `kv_both` has clients: it counts as a decode engine, and is the first to become a prefill engine.
@@ -34,11 +34,16 @@ ROLE_WORDS = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 
 class FlipBounds(msgspec.Struct, frozen=True):
-    """No flip for `cool_down_s` after any change of a role, at most `per_hour`; one that is open for `late_s` is said
-    to be late."""
+    """No flip for `cool_down_s` after any change of a role, at most `per_hour`, and `at_once` of them open; 0: half of
+    the engines. One that is open for `late_s` is said to be late."""
     cool_down_s: float = 30.0
-    per_hour: int = 60
+    per_hour: int = 240
+    at_once: int = 0
     late_s: float = LATE_S
+
+    def most_at_once(self, engines: int) -> int:
+        """How many of so many may change at a time."""
+        return self.at_once or max(1, engines // 2)
 
 
 class Flip(msgspec.Struct, frozen=True):
@@ -116,26 +121,29 @@ class FlipBook:
         self._asked: dict[str, float] = {}  # when those were asked that have not answered
         self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and until when it is left alone
         self._orders: deque[float] = deque(maxlen=bounds.per_hour)
-        self._open: _OpenFlip | None = None
+        self._open: dict[str, _OpenFlip] = {}  # by incarnation
 
     def to_ask(self, now_s: float, reading: FleetReading) -> list[Member]:
-        """Whose status `receive` needs at the next reading: the engine that changes, once the registry shows its new
+        """Whose status `receive` needs at the next reading: the engines that change, once the registry shows their new
         role, and those of which it is not known whether they can change."""
-        changing = [one.member for one in reading.engines if self._changes(one.member) and self._open.shown]
+        changing = [one.member for one in reading.engines
+                    if self._changes(one.member) and self._open[one.member.incarnation].shown]
         unknown = [one.member for one in serving(reading) if one.member.incarnation not in self._can_change
                    and now_s >= self._asked.get(one.member.incarnation, -math.inf) + ASK_AGAIN_S][:ASKED_AT_ONCE]
         self._asked |= {member.incarnation: now_s for member in unknown}
         return changing + unknown
 
     def receive(self, now_s: float, reading: FleetReading, statuses: Mapping[str, StatusReply]) -> list[FlipEvent]:
-        """Learn from a reading, and from the statuses that have come since the last one. Returns what has become of the
-        open flip."""
+        """Learn from a reading, and from the statuses that have come since the last one. Returns what has become of
+        open flips."""
         if reading.fault:
             return []
         self._see_changes(now_s, reading)
         for one in reading.engines:
             self._see_whether_it_can_change(one, statuses.get(one.member.incarnation))
-        return self._see_open(now_s, reading, statuses)
+        members = {one.member.incarnation: one.member for one in reading.engines}
+        return [event for name, flip in list(self._open.items())
+                for event in self._see_open(now_s, flip, members.get(name), statuses.get(name))]
 
     def fixed(self, reading: FleetReading) -> tuple[int, int]:
         """How many (prefill, decode) engines can't change, as far as is known."""
@@ -143,33 +151,35 @@ class FlipBook:
         return found.count(Role.PREFILL), found.count(Role.DECODE)
 
     def prefills(self, reading: FleetReading) -> int:
-        """How many engines prefill; the one that changes counts at its new role."""
-        return sum((self._open.flip.to if self._changes(one.member) else acts_as(one.member)) is Role.PREFILL
-                   for one in serving(reading))
+        """How many engines prefill; those that change count at their new role."""
+        return sum(self._will_act_as(one.member) is Role.PREFILL for one in serving(reading))
 
-    def choose(self, now_s: float, reading: FleetReading, wanted: int) -> Flip | str:
-        """The flip that brings the number of prefill engines nearer to `wanted`; else why there is none, empty where
-        none is needed."""
+    def choose(self, now_s: float, reading: FleetReading, wanted: int) -> list[Flip] | str:
+        """The flips that bring the number of prefill engines nearer to `wanted`, at least one; else why there is none,
+        empty where none is needed."""
         present = self.prefills(reading)
         if wanted == present:
             return ""
-        if why := self._why_none(now_s, reading):
-            return why
         to = Role.PREFILL if wanted > present else Role.DECODE
         engines = serving(reading)
-        lacking = not any(acts_as(one.member) is to for one in engines)
-        well = [one for one in engines if acts_as(one.member) is not to and _is_well(one, lacking)]
-        if len(well) < 2 and not (well and lacking and to is Role.DECODE):  # clients come before prefills
+        if why := self._why_none(now_s, reading, to):
+            return why
+        lacking = not any(self._will_act_as(one.member) is to for one in engines)
+        well = [one for one in engines if self._will_act_as(one.member) is not to and _is_well(one, lacking)]
+        is_last = len(well) == 1 and lacking and to is Role.DECODE  # clients come before prefills
+        if len(well) < 2 and not is_last:
             return f"only one engine that {'prefills' if to is Role.DECODE else 'decodes'} is well"
         able = [one for one in well if self._may_change(one.member)
                 and now_s >= self._failed.get(one.member.incarnation, (0, -math.inf))[1]]
-        return Flip(min(able, key=_burden).member, to) if able else "none of these engines may change now"
+        count = min(abs(wanted - present), max(1, len(well) - 1), self._room(len(engines)), self._orders_left(now_s))
+        return [Flip(one.member, to) for one in sorted(able, key=_burden)[:count]] or \
+            "none of these engines may change now"
 
     def ordered(self, now_s: float, flip: Flip, problem: str = "") -> None:
         """The order was given. `problem`: why it may not have been carried out."""
         self._quiet_until_s = now_s + self._bounds.cool_down_s
         self._orders.append(now_s)
-        self._open = _OpenFlip(flip, now_s, problem)
+        self._open[flip.member.incarnation] = _OpenFlip(flip, now_s, problem)
 
     def skipped(self, now_s: float) -> None:
         """The order was not given, because the registry has changed since the reading."""
@@ -179,14 +189,23 @@ class FlipBook:
         return self._can_change.get(member.incarnation, False)
 
     def _changes(self, member: Member) -> bool:
-        return self._open is not None and self._open.flip.member.incarnation == member.incarnation
+        return member.incarnation in self._open
+
+    def _will_act_as(self, member: Member) -> Role:
+        return self._open[member.incarnation].flip.to if self._changes(member) else acts_as(member)
+
+    def _room(self, engines: int) -> int:
+        return self._bounds.most_at_once(engines) - len(self._open)
+
+    def _orders_left(self, now_s: float) -> int:
+        return self._bounds.per_hour - sum(now_s < at_s + HOUR_S for at_s in self._orders)
 
     def _see_changes(self, now_s: float, reading: FleetReading) -> None:
         """A role that we have not changed was changed by an operator, or another planner."""
         roles = {one.member.incarnation: one.member.role for one in reading.engines}
         for one in reading.engines:
             role, name = one.member.role, one.member.incarnation
-            is_ours = self._changes(one.member) and role is self._open.flip.to
+            is_ours = self._changes(one.member) and role is self._open[name].flip.to
             if self._roles.get(name, role) is not role and not is_ours:
                 self._quiet_until_s = now_s + self._bounds.cool_down_s
         self._roles = roles
@@ -203,56 +222,55 @@ class FlipBook:
         elif status is not None:
             self._can_change[name] = bool(status.gauges.get(CHANGES_ROLE, status.member.role is Role.BOTH))
 
-    def _see_open(self, now_s: float, reading: FleetReading, statuses: Mapping[str, StatusReply]) -> list[FlipEvent]:
-        flip = self._open
-        if flip is None:
-            return []
-        name, to = flip.flip.member.incarnation, flip.flip.to
-        member = next((one.member for one in reading.engines if one.member.incarnation == name), None)
+    def _see_open(self, now_s: float, flip: _OpenFlip, member: Member | None,
+                  status: StatusReply | None) -> list[FlipEvent]:
+        """`member`: the engine as the registry has it; None where it has left."""
+        to = flip.flip.to
         if member is None:
-            return [self._end(FlipOutcome.LOST, "it has left")]
+            return [self._end(flip, FlipOutcome.LOST, "it has left")]
         flip.drains_since = None if not member.draining else now_s if flip.drains_since is None else flip.drains_since
         if member.draining and now_s - flip.drains_since >= self._bounds.cool_down_s:
-            return [self._end(FlipOutcome.LOST, "it drains")]
+            return [self._end(flip, FlipOutcome.LOST, "it drains")]
         flip.shown = flip.shown or member.role is to
         if member.role is not to and (flip.shown or member.role is not flip.flip.member.role):
-            return [self._end(FlipOutcome.LOST, f"somebody has made it {member.role.value}")]
+            return [self._end(flip, FlipOutcome.LOST, f"somebody has made it {member.role.value}")]
         if not flip.shown:
-            return self._see_failure(now_s, name)
-        status = statuses.get(name)  # from after the registry had shown it: before that, clients may still come
-        if status is not None and is_over(status, to):
-            self._failed.pop(name, None)
-            return [self._end(FlipOutcome.DONE, f"over {now_s - flip.at_s:.0f} s after the order")]
+            return self._see_failure(now_s, flip)
+        if status is not None and is_over(status, to):  # asked after the registry had shown it: see `to_ask`
+            self._failed.pop(member.incarnation, None)
+            return [self._end(flip, FlipOutcome.DONE, f"over {now_s - flip.at_s:.0f} s after the order")]
         if not flip.late and now_s - flip.at_s >= self._bounds.late_s:
             flip.late = True
             return [FlipEvent(flip.flip, FlipOutcome.LATE, f"not over after {now_s - flip.at_s:.0f} s, something of "
-                              "its old role is open; no other engine is changed before its end")]
+                              "its old role is open; until its end it is one of those that may change at a time")]
         return []
 
-    def _see_failure(self, now_s: float, name: str) -> list[FlipEvent]:
+    def _see_failure(self, now_s: float, flip: _OpenFlip) -> list[FlipEvent]:
         """An order without an answer may still be carried out, so its end is waited for."""
-        if now_s - self._open.at_s < self._bounds.cool_down_s:
+        if now_s - flip.at_s < self._bounds.cool_down_s:
             return []
+        name = flip.flip.member.incarnation
         times = min(self._failed.get(name, (0, 0.0))[0] + 1, MOST_COOL_DOWNS)
         self._failed[name] = times, now_s + self._bounds.cool_down_s * min(MOST_COOL_DOWNS, 2**times)
-        return [self._end(FlipOutcome.FAILED, self._open.problem or "the registry does not show the new role")]
+        return [self._end(flip, FlipOutcome.FAILED, flip.problem or "the registry does not show the new role")]
 
-    def _end(self, outcome: FlipOutcome, text: str) -> FlipEvent:
-        flip, self._open = self._open.flip, None
-        return FlipEvent(flip, outcome, text)
+    def _end(self, flip: _OpenFlip, outcome: FlipOutcome, text: str) -> FlipEvent:
+        del self._open[flip.flip.member.incarnation]
+        return FlipEvent(flip.flip, outcome, text)
 
-    def _why_none(self, now_s: float, reading: FleetReading) -> str:
-        """Why no flip may begin now, whichever it is; empty where one may."""
+    def _why_none(self, now_s: float, reading: FleetReading, to: Role) -> str:
+        """Why no flip to this role may begin now, whichever it is; empty where one may."""
         if reading.fault:
             return "the broker does not answer"
         unread = [one.member.http for one in serving(reading) if one.member.http and one.figures is None]
         if unread:
             return f"{min(unread)} was not read"
-        if self._open is not None:
-            return f"{self._open.flip} is not over"
+        others = [one.flip for one in self._open.values() if one.flip.to is not to]
+        if others or self._room(len(serving(reading))) < 1:
+            return f"{next(iter(others or [one.flip for one in self._open.values()]))} is not over"
         if now_s < self._quiet_until_s:
             return "the cool-down is not over"
-        if len(self._orders) == self._bounds.per_hour and now_s < self._orders[0] + HOUR_S:
+        if self._orders_left(now_s) < 1:
             return "there were as many flips in this hour as there may be"
         return ""
 

@@ -72,7 +72,8 @@ class PlannerOptions:
     flip: Annotated[bool, Option("Have engines that were started as kv_both change between prefill and decode; without "
                                  "it the changes are only said.")] = False
     cool_down_s: Annotated[float, Option("Change no engine for so long after any change.")] = 30.0
-    flips_per_hour: Annotated[int, Option("Change at most so many engines an hour.")] = 60
+    flips_per_hour: Annotated[int, Option("Change at most so many engines an hour.")] = 240
+    at_once: Annotated[int, Option("Change at most so many engines at a time; 0: half of them.")] = 0
     interval_s: Annotated[float, Option("How often the engines are read.", flag="--interval")] = 10.0
     host: Annotated[str, Option("Where /metrics is.")] = "127.0.0.1"
     port: Annotated[int, Option("The port of /metrics.")] = 9470
@@ -84,6 +85,7 @@ class PlannerOptions:
                 ("--ttft-ms", self.ttft_ms, 1.0, 3.6e6), ("--itl-ms", self.itl_ms, 0.1, 6e4),
                 ("--use", self.use, 0.05, 1.0), ("--hold-s", self.hold_s, 0.0, 86400.0), ("--most", self.most, 1, 4096),
                 ("--cool-down-s", self.cool_down_s, 1.0, 86400.0), ("--flips-per-hour", self.flips_per_hour, 1, 3600),
+                ("--at-once", self.at_once, 0, 64),
                 ("--port", self.port, 1, 65535),
                 ("--interval", self.interval_s, MIN_INTERVAL_S, MAX_INTERVAL_S)):
             if not least <= value <= most:  # nan neither

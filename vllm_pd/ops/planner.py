@@ -27,7 +27,7 @@ from vllm_pd.ops.options import PlannerOptions
 from vllm_pd.ops.printing import printable, three_digits
 from vllm_pd.ops.top import FleetReading
 from vllm_pd.ops.top_readings import REGISTRY_S, FleetReader
-from vllm_pd.protocol.messages import Member, StatusReply
+from vllm_pd.protocol.messages import Member, Role, StatusReply
 from vllm_pd.rpc.ports import require_free
 
 KEPT_SHAPES = 4  # numbers of engines whose `SplitPlanner` is kept
@@ -87,9 +87,10 @@ class FleetPlanner:
             self._divider.divide(reading, look, demand)
         return seen
 
-    def take_flip(self) -> Flip | None:
-        """The flip that is to be ordered now, once; `ordered` then says what came of the order. None in a dry run."""
-        return self._divider.take_flip()
+    def take_flips(self) -> list[Flip]:
+        """The flips that are to be ordered now, once; `ordered` then says what came of each order, until one fails.
+        None in a dry run."""
+        return self._divider.take_flips()
 
     def ordered(self, flip: Flip, result: OrderResult) -> None:
         """What came of the order."""
@@ -114,12 +115,13 @@ class FleetDivider:
                  say: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._options, self._targets = options, targets
         self._families, self._say, self._clock = families, say, clock
-        self._book = FlipBook(FlipBounds(options.cool_down_s, options.flips_per_hour), clock())
+        self._bounds = FlipBounds(options.cool_down_s, options.flips_per_hour, options.at_once)
+        self._book = FlipBook(self._bounds, clock())
         self._splitter: SplitPlanner | None = None
         self._shape: tuple[int, int, int] | None = None  # of the engines: their count and the least numbers
         self._shape_since = -math.inf
         self._splitters: dict[tuple[int, int, int], SplitPlanner] = {}  # the last used one last
-        self._flip: Flip | None = None
+        self._flips: list[Flip] = []
         self._said: tuple[object, ...] = ()
 
     def to_ask(self, reading: FleetReading) -> list[Member]:
@@ -132,19 +134,19 @@ class FleetDivider:
             self._note(event)
 
     def divide(self, reading: FleetReading, look: FleetLook, demand: Demand) -> None:
-        """Decide how the engines are best divided, and which of them is to change."""
+        """Decide how the engines are best divided, and which of them are to change."""
         count, present = len(serving(reading)), self._book.prefills(reading)
         self._follow(count, present, self._book.fixed(reading))
-        self._flip = None
+        self._flips = []
         choice = self._choose(look, demand, count, present)
         if choice is None:
             return
         self._families.split.labels("prefill").set(choice.prefills)
         self._families.split.labels("decode").set(count - choice.prefills)
         found = self._book.choose(self._clock(), reading, choice.prefills)
-        is_flip = isinstance(found, Flip)
-        self._flip = found if is_flip and self._options.flip else None
-        said = count, present, choice.prefills, is_flip or found
+        flips = [] if isinstance(found, str) else found
+        self._flips = flips if self._options.flip else []
+        said = count, present, choice.prefills, len(flips) or found
         if said != self._said:
             self._said = said
             self._say(describe_split(choice, count, present, found, self._options.flip))
@@ -177,7 +179,7 @@ class FleetDivider:
     def _made(self, shape: tuple[int, int, int], present: int) -> SplitPlanner | None:
         try:
             return SplitPlanner(shape[0], self._in_bounds(present), self._targets, self._options.cool_down_s,
-                                least_prefills=shape[1], least_decodes=shape[2])
+                                self._bounds.most_at_once(shape[0]), least_prefills=shape[1], least_decodes=shape[2])
         except ValueError as error:
             if self._said != (str(error), ):
                 self._said = (str(error), )
@@ -189,10 +191,10 @@ class FleetDivider:
         count, least, least_decodes = self._shape
         return min(max(prefills, least), max(least, count - least_decodes))
 
-    def take_flip(self) -> Flip | None:
-        """See `FleetPlanner.take_flip`."""
-        flip, self._flip = self._flip, None
-        return flip
+    def take_flips(self) -> list[Flip]:
+        """See `FleetPlanner.take_flips`."""
+        flips, self._flips = self._flips, []
+        return flips
 
     def ordered(self, flip: Flip, result: OrderResult) -> None:
         """See `FleetPlanner.ordered`."""
@@ -209,14 +211,14 @@ class FleetDivider:
         self._say(f"flip {event.outcome.value}: {event.flip}: {event.text}")
 
 
-def describe_split(choice: SplitChoice, count: int, present: int, found: Flip | str, flips: bool) -> str:
-    """A split, its reason, and what is done for it, on one line. `found`: the flip, or why there is none."""
+def describe_split(choice: SplitChoice, count: int, present: int, found: list[Flip] | str, flips: bool) -> str:
+    """A split, its reason, and what is done for it, on one line. `found`: the flips, or why there is none."""
     parts = [f"split: {choice.prefills} prefill, {count - choice.prefills} decode of {count} engines",
              "as now" if choice.prefills == present else f"now {present} and {count - present}", choice.reason]
-    if isinstance(found, Flip):
-        parts.append(f"{'flips' if flips else 'would flip'} {found}")
-    elif found:
-        parts.append(f"no flip: {found}")
+    if isinstance(found, str):
+        parts += [f"no flip: {found}"] * bool(found)
+    else:
+        parts.append(f"{'flips' if flips else 'would flip'} {' and '.join(map(str, found))}")
     return "; ".join(parts)
 
 
@@ -248,10 +250,19 @@ async def _plan(reader: FleetReader, planner: FleetPlanner, orders: FlipOrders, 
         decided = await asyncio.to_thread(planner.receive, reading, statuses)  # of many engines it takes seconds
         if options.once and decided:
             return
-        if (flip := planner.take_flip()) is not None:
-            planner.ordered(flip, await orders.order(flip, roles_of(one.member for one in reading.engines)))
+        await _order(planner, orders, roles_of(one.member for one in reading.engines))
         statuses = orders.poll(planner.to_ask(reading))
         await asyncio.sleep(options.interval_s)
+
+
+async def _order(planner: FleetPlanner, orders: FlipOrders, seen: dict[str, tuple[Role, bool]]) -> None:
+    """Give the orders one after the other, until one is not carried out."""
+    for flip in planner.take_flips():
+        result = await orders.order(flip, seen)
+        planner.ordered(flip, result)
+        if not result.given or result.problem:
+            return
+        seen = {**seen, flip.member.incarnation: (flip.to, False)}
 
 
 def _print(text: str) -> None:
