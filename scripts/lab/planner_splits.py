@@ -77,7 +77,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--load", action="append", choices=list(loads()), help="default: all")
     parser.add_argument("--seeds", type=argument_count, default=2)
-    parser.add_argument("--at-once", type=argument_count, default=1, help="engines that may change at a time")
+    parser.add_argument("--at-once", type=argument_count, default=ENGINES // 2,
+                        help="engines that may change at a time")
     parser.add_argument("--processes", type=argument_count, default=2)
     parser.add_argument("--out", type=argument_file)
     parser.add_argument("--picture", type=argument_file)

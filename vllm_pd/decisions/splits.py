@@ -11,7 +11,9 @@ done, each with a fleet in virtual time (`vllm_pd.decisions.virtual_fleet`) that
 
 Of each the good requests are summed up, and fade with HALF_LIFE_S. Another candidate is followed when it leads by
 MARGIN of that sum, and more the more often that has happened in the last hour, and by what the change would cost. What
-a candidate promises is corrected by what was seen at times at which the real engines had its split, too.
+a candidate promises is corrected by what was seen while it was followed, and at times at which the real engines had its
+split, too. All trackers are believed as much as each other: if changes take longer than in virtual time, all promise
+too much.
 
 The length of an answer is known at its end only. So virtual time is DELAY_S behind, and a request has the mean length
 of the answers that ended about when its own did. Trackers are given what was known then.
@@ -27,7 +29,7 @@ from vllm_pd.decisions.demand import Demand, FleetLook, Targets, bounded
 from vllm_pd.decisions.virtual_fleet import VirtualFleet, VirtualRequest
 
 HALF_LIFE_S = 1800.0
-PATIENCE_S = (60.0, 120.0, 240.0)  # with less, virtual time promises more than changes one by one can keep
+PATIENCE_S = (0.0, 30.0, 60.0, 240.0)
 ROOM = 1.1  # times as much as here makes another split one to go to
 ENOUGH = 1.5  # times the demand: with that much room here no other split is better
 MARGIN = 0.1
@@ -55,24 +57,36 @@ class SplitChoice(msgspec.Struct, frozen=True):
     reason: str
 
 
-class _Candidate:
-    """A fleet in virtual time. `gained`: its good requests; `promised`, `kept`: of the times at which it had the split
-    of the real engines, those that it had and those that were seen there. All fade."""
+class _Trust:
+    """How promises were kept: the good requests that virtual time had, and those that were seen. Both fade."""
 
-    def __init__(self, fleet: VirtualFleet, name: str) -> None:
-        self.fleet, self.name = fleet, name
-        self.gained = self.promised = self.kept = 0.0
+    def __init__(self) -> None:
+        self._promised = self._kept = 0.0
+
+    def fade(self, left: float) -> None:
+        """Time passes."""
+        self._promised, self._kept = self._promised * left, self._kept * left
+
+    def see(self, promised: float, kept: float) -> None:
+        """Good requests of the same time."""
+        self._promised, self._kept = self._promised + promised, self._kept + kept
+
+    def factor(self, doubt: float) -> float:
+        """What a promise is worth. `doubt`: requests."""
+        return min(MOST_TRUST, (self._kept + doubt) / (self._promised + doubt)) if doubt > 0 else 1.0
+
+
+class _Candidate:
+    """A fleet in virtual time. `gained`: its good requests, which fade."""
+
+    def __init__(self, fleet: VirtualFleet, name: str, trust: _Trust) -> None:
+        self.fleet, self.name, self.trust = fleet, name, trust
+        self.gained = 0.0
         self.changed_at = float("-inf")  # when its split was another one
 
-    def fade(self, seconds: float) -> None:
-        """Time passes."""
-        left = 0.5**(seconds / HALF_LIFE_S)
-        self.gained, self.promised, self.kept = self.gained * left, self.promised * left, self.kept * left
-
     def value(self, doubt: float) -> float:
-        """What it has gained, corrected by how its promises were kept. `doubt`: requests."""
-        trust = min(MOST_TRUST, (self.kept + doubt) / (self.promised + doubt)) if doubt > 0 else 1.0
-        return self.gained * trust
+        """What it has gained, corrected by how its promises were kept."""
+        return self.gained * self.trust.factor(doubt)
 
     def split(self, demand: Demand, prefills: int) -> int:
         """The one to have, with this demand, where `prefills` engines prefill now."""
@@ -90,7 +104,7 @@ class _Fixed(_Candidate):
     """Keeps its split."""
 
     def __init__(self, fleet: VirtualFleet, prefills: int) -> None:
-        super().__init__(fleet, f"fixed split with {prefills} prefill engines")
+        super().__init__(fleet, f"fixed split with {prefills} prefill engines", _Trust())
         self._prefills = prefills
 
     def split(self, demand: Demand, prefills: int) -> int:
@@ -100,8 +114,8 @@ class _Fixed(_Candidate):
 class _Tracker(_Candidate):
     """Goes after the demand: in virtual time and, where it is followed, with the real engines."""
 
-    def __init__(self, fleet: VirtualFleet, patience_s: float, room: "_Room") -> None:
-        super().__init__(fleet, f"tracker with a patience of {patience_s:g} s")
+    def __init__(self, fleet: VirtualFleet, patience_s: float, room: "_Room", trust: _Trust) -> None:
+        super().__init__(fleet, f"tracker with a patience of {patience_s:g} s", trust)
         self._patience_s, self._room = patience_s, room
         self._missed_s = self._missed_now_s = 0.0
 
@@ -212,10 +226,13 @@ class SplitPlanner:
         def fleet() -> VirtualFleet:
             return VirtualFleet(count, now, targets, change_s, at_once)
 
+        trackers = _Trust()
         self._fixed = {split: _Fixed(fleet(), split) for split in splits}
         self._candidates: list[_Candidate] = [
-            *self._fixed.values(), *(_Tracker(fleet(), patience_s, self._room) for patience_s in PATIENCE_S)]
+            *self._fixed.values(), *(_Tracker(fleet(), patience_s, self._room, trackers) for patience_s in PATIENCE_S)]
+        self._trusts = [*(one.trust for one in self._fixed.values()), trackers]
         self._followed: _Candidate = self._fixed[now]
+        self._now = self._followed_at = float("-inf")
         self._chosen = now
         self._has_begun, self._arrived = False, 0.0
         self._arrivals = _Arrivals(LONGEST_TTFT * targets.ttft_s)
@@ -232,6 +249,7 @@ class SplitPlanner:
             return SplitChoice(prefills, f"more than {MAX_ARRIVED} requests in a look: look more often")
         if prefills != self._chosen:
             self._settled_at = look.at_s + SETTLE_CHANGES * self._change_s
+        self._now = look.at_s
         self._arrived += look.arrived
         self._arrivals.see(look)
         self._kept.append((look, demand))
@@ -258,15 +276,19 @@ class SplitPlanner:
     def _replay(self, look: FleetLook, demand: Demand, latest: Demand) -> None:
         """What the candidates would have done then. The pace of tokens is as known now."""
         requests = self._arrivals.requests(look, demand)
+        settle_s = SETTLE_CHANGES * self._change_s
+        left = 0.5**(demand.seconds / HALF_LIFE_S)
+        for trust in self._trusts:
+            trust.fade(left)
         for candidate in self._candidates:
-            candidate.fade(demand.seconds)
+            candidate.gained *= left
             good = candidate.fleet.advance(requests, look.at_s, latest.base_s, latest.slope_s)
             candidate.gained += good
             split = candidate.fleet.prefills
-            settled_at = max(self._settled_at, candidate.changed_at + SETTLE_CHANGES * self._change_s)
-            if split == self._chosen and look.at_s > settled_at:
-                candidate.promised += good
-                candidate.kept += demand.good
+            settled_at = max(self._settled_at, candidate.changed_at + settle_s)
+            is_followed = candidate is self._followed and look.at_s > self._followed_at + settle_s
+            if is_followed or split == self._chosen and look.at_s > settled_at:
+                candidate.trust.see(good, demand.good)
             candidate.fleet.want(wanted := candidate.split(demand, split))
             if wanted != split:
                 candidate.changed_at = look.at_s
@@ -286,4 +308,5 @@ class SplitPlanner:
 
     def _follow(self, candidate: _Candidate) -> None:
         self._followed = candidate
+        self._followed_at = self._now
         candidate.begin()
