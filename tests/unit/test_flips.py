@@ -623,7 +623,8 @@ def test_an_engine_of_an_older_release_changes_only_if_it_acts_as_both(given):
 
 @pytest.mark.parametrize("options, key", [
     ({"cool_down_s": 0.0}, "--cool-down-s"), ({"cool_down_s": float("nan")}, "--cool-down-s"),
-    ({"flips_per_hour": 0}, "--flips-per-hour"), ({"at_once": 65}, "--at-once"), ({"flip": True, "once": True}, "--flip")])
+    ({"flips_per_hour": 0}, "--flips-per-hour"), ({"at_once": 65}, "--at-once"),
+    ({"flip": True, "once": True}, "--flip")])
 def test_b80_options_that_can_not_be_used_are_refused(options, key):
     with pytest.raises(ConfigError, match=f"{key}=.* can't be used"):
         PlannerOptions(**options).checked()
