@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real V1 engines with an EAGLE head, real transfers: tokens and each draft as one stock engine with the same head has
 them (B1, B2, B113, B114), with all layers in one group of blocks, and with windows in groups of their own. A drafter
-whose KV of a prompt is missing, or is another's, changes no token: it drafts otherwise. Without KV, by the prompt's own tokens: tests/v1/test_real_engines.py.
+whose KV of a prompt is missing, or is another's, changes no token: it drafts otherwise. Without KV, by the prompt's own
+tokens: tests/v1/test_real_engines.py.
 """
 import os
 import random
@@ -24,7 +25,7 @@ LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 
 
 @pytest.fixture(scope="module", params=[({}, 0.1), (WINDOWS, 0.05)], ids=["one-group", "windows"])
 def engines(logs, request):
-    """A stock engine and D, P's beside them, all with the same head; P drafts fewer tokens. And which share of drafts may
+    """A stock engine and D, with a P, all with the same head; P drafts fewer tokens. And which share of drafts may
     differ. With windows the head's layer is in one of two groups with full attention, beside one of a window of 64
     tokens; of 78 drafts 8 differ there if P does not use the prompt's last token."""
     broker, (more, share) = BrokerProcess(), request.param
