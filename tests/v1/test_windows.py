@@ -4,12 +4,13 @@ prefill engine to a decode engine, and every answer is that of one engine (tests
 import collections
 import functools
 
+import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.v1 import simulated
 from tests.v1.drafting import with_drafter
-from tests.v1.simulated import BLOCK_SIZE, Engine, WrongRead, answer
+from tests.v1.simulated import BLOCK_SIZE, VOCAB, Engine, WrongRead, answer
 from tests.v1.walk import failure, history, shrink
 from tests.v1.windows import DraftingWindowEngine, WindowEngine
 from vllm_pd.protocol.rows import BlockRows
@@ -185,6 +186,30 @@ def test_b113_b114_a_drafter_of_every_length(model_folder, windows, drafters, is
         hand_over(every, f"r{length}", prompt_of(length))
     every.check_at_rest()
     assert counts["sent"] > 1000 and counts["read"] > 1000 and not counts["read of an equal block"]
+
+
+@pytest.mark.parametrize("token", [VOCAB - 1, VOCAB])
+def test_b80_b113_a_peer_s_next_token_is_one_of_the_vocabulary(model_folder, token):
+    """V1 would use any other as an index."""
+    engine = drafting(model_folder, windows=(0, WINDOW), role="kv_producer")
+    attempt = engine.job(prompt_of(100))
+    engine.protocol.events.append(msgspec.structs.replace(engine.protocol.events.pop(), next_token=token))
+    engine.run()
+    assert (("failed", attempt) in engine.protocol.calls) is (token >= VOCAB)
+
+
+@pytest.mark.parametrize("drafter, has_one", [("", False), ("ngram", False), ("eagle", True)])
+def test_b113_the_next_token_is_said_only_where_a_drafter_needs_it(model_folder, drafter, has_one):
+    prompt = prompt_of(100)
+    for windows in ((0, WINDOW), (0, )):
+        config = Engine(model_folder).config
+        config = with_drafter(config, model_folder, drafter) if drafter else config
+        make = DraftingWindowEngine if drafter else WindowEngine
+        engine = make(model_folder, windows=windows, config=config)
+        engine.add("r", prompt, 4)
+        engine.run()
+        said = engine.protocol.next_tokens[engine.attempt("r")]
+        assert said == (prompt[-1] if has_one and len(windows) > 1 else None)
 
 
 @pytest.mark.search
