@@ -17,7 +17,8 @@ from tests.v1_engines.test_real_shapes import WINDOWS
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
-SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0, "push_chunks": True}
+SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0, "push_chunks": True,
+            "prefill_step_s": 30.0}  # P's steps are as long as the stock engine's on a busy machine, too
 HEAD = Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-eagle")
 BLOCK, STEP, TOKENS = 32, 256, 6
 LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
