@@ -25,6 +25,7 @@ JOB = m.Job(ATTEMPT, "tcp://127.0.0.1:1", [1, 2, 3], 0, 1.5, ("p",), scope=Promp
 MESSAGES = [
     m.Hello(MEMBER, b"x"), m.HelloReply(MEMBER, b""), m.Refused("k", "a", "b"), m.Claim(ATTEMPT, 1, 2, scope=b"s" * 32),
     m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5), m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5, (b"image", b"video")),
+    m.Grant(ATTEMPT, 1, [1, 2], 1, 2.5, (), 7),
     m.Deny(ATTEMPT, 1, m.DenyReason.TAKEN), m.Renew(ATTEMPT, 1, 2),
     m.Renewed(ATTEMPT, 1, 2, 3.0), m.Sent(ATTEMPT, 1, m.Timings(1.0, 2.0, 3.0, 4.0, 5, True)),
     m.ClaimHold(ATTEMPT, ATTEMPT, b"d" * 32), m.HoldGrant(ATTEMPT, ATTEMPT, [1]), m.HoldQuery(ATTEMPT, ATTEMPT),

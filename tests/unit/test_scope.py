@@ -207,6 +207,15 @@ def test_media_come_with_the_grant():
     assert isinstance(event, Prefill) and event.media == DATA and event.scope == MEDIA
 
 
+def test_b113_the_token_behind_a_job_comes_with_the_grant(side):  # noqa: F811
+    side.submit(0.0, attempt(1), TOKENS, [5, 6, 9], 1, next_token=77)
+    (grant,) = side.receive(1.0, "p", m.Claim(attempt(1), 7))
+    assert grant.message.next_token == 77
+    p = PrefillProtocol(reading("p", (IMAGES, )), b"", PrefillLimits())
+    (event,) = p.receive(1.1, "d", claimed(p, media=DATA, next_token=77))
+    assert isinstance(event, Prefill) and event.next_token == 77
+
+
 @pytest.mark.parametrize("media", [(), DATA[:1], (*DATA, b"more"), DATA[::-1]])
 def test_other_media_than_those_of_the_job_end_it(media):
     p = PrefillProtocol(reading("p", (IMAGES, )), b"", PrefillLimits())

@@ -11,6 +11,7 @@ its last token may be that of the other's next token.
 """
 import collections
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class DraftingEngine(Engine):
         self._random = random.Random(7)
         self._computed: dict[str, int] = {}  # tokens of each request, as the workers know, by its id
         self._guessed: dict[str, list[int]] = {}  # after the last step of each request
+        self._allowed: dict[str, list[int] | None] = {}  # what it may sample
 
     # Peers.
 
@@ -57,9 +59,17 @@ class DraftingEngine(Engine):
         super().write(attempt, tokens)
         token_ids, block_ids, cached = self.protocol.jobs[attempt]
         last = len(token_ids) if tokens is None else tokens
+        next_token = self.protocol.next_tokens[attempt]
+        known = [*token_ids] if next_token is None else [*token_ids, next_token]
         found = contents(token_ids)
-        for at in range(cached * self.block_size, last):  # with its last token P has sampled another than we may
-            self._put(block_ids, at, digest(found[at], token_ids[at + 1]) if at + 1 < len(token_ids) else GARBAGE)
+        for at, block in self._granted(token_ids, block_ids, cached):
+            if at < last:  # with its last token P may have sampled another than we
+                self._put_in(block, at, digest(found[at], known[at + 1]) if at + 1 < len(known) else GARBAGE)
+
+    def _granted(self, token_ids: list[int], block_ids: list[int], cached: int) -> Iterator[tuple[int, int]]:
+        """(position, block) of each entry of the drafter that a peer writes."""
+        for at in range(cached * self.block_size, len(token_ids)):
+            yield at, block_ids[at // self.block_size]
 
     def fill(self, prompt: list[int], ok: bool = True, read: Read | None = None) -> Read:
         read = super().fill(prompt, ok, read)
@@ -73,13 +83,15 @@ class DraftingEngine(Engine):
     def check_sent_write(self, write: Write, prompt: list[int]) -> None:
         super().check_sent_write(write, prompt)
         first = (write.remote_block_ids[0] - 100) * self.block_size
-        count = min(len(prompt) - 1 - first, len(write.local_block_ids) * self.block_size)
-        self._check_drafts("sent", write.local_block_ids, contents(prompt), prompt, first, count)
+        end = min(len(prompt) - 1, first + len(write.local_block_ids) * self.block_size)
+        self._check_drafts("sent", write.local_block_ids, contents(prompt), prompt, first, end, first)
 
     # Steps.
 
     def capture(self, output) -> list[tuple]:
         """What the model runner gets: of a request that goes on, it knows itself how far that is."""
+        for name in output.num_scheduled_tokens:
+            self._allowed[name] = self.scheduler.requests[name].sampling_params.allowed_token_ids
         fresh = {*(one.req_id for one in output.scheduled_new_reqs), *output.scheduled_cached_reqs.resumed_req_ids}
         return [(name, start if name in fresh else None, count, block_ids, known, is_chunk,
                  list(output.scheduled_spec_decode_tokens.get(name, ())))
@@ -109,8 +121,11 @@ class DraftingEngine(Engine):
         super()._compute(name, start, count, block_ids, before + drafts, is_chunk=True)
         found = contents(before + drafts)
         if self.keeps_kv:
-            self._check_drafts("read", block_ids, found, before, 0, min(start, len(before) - 1))
+            block_ids = self._drafters_table(block_ids)
+            self._check_drafts("read", block_ids, found, before, self._first_read(start), min(start, len(before) - 1))
         sampled = [] if is_chunk else self._accept(found[start + plain - 1:], drafts)
+        if sampled and self._allowed[name]:
+            sampled = [self._allowed[name][0]]
         end = self._computed[name] = start + plain + max(0, len(sampled) - 1)
         if len(known) < end + bool(sampled):
             known[start + plain:] = sampled
@@ -143,15 +158,26 @@ class DraftingEngine(Engine):
     def _slot(self, block_ids: list[int], at: int) -> tuple[int, int]:
         return block_ids[at // self.block_size], self.block_size + at % self.block_size
 
+    def _drafters_table(self, tables: list) -> list[int]:
+        """The one whose blocks the drafter's layers use."""
+        return tables
+
+    def _first_read(self, query: int) -> int:
+        """The first token whose KV the drafter reads at this position."""
+        return 0
+
     def _put(self, block_ids: list[int], at: int, entry: int) -> None:
-        self.slots[self._slot(block_ids, at)] = entry
+        self._put_in(block_ids[at // self.block_size], at, entry)
+
+    def _put_in(self, block: int, at: int, entry: int) -> None:
+        self.slots[self._slot([block], at % self.block_size)] = entry
 
     def _check_drafts(self, what: str, block_ids: list[int], found: list[int], tokens: list[int], first: int,
-                      count: int) -> None:
-        """The drafter's KV of `count` tokens after the `first` ones is in these blocks."""
-        for at in range(count if self.keeps_kv else 0):
+                      end: int, start: int = 0) -> None:
+        """The drafter's KV of the tokens from `first` up to `end` is in these blocks, which begin with `start`."""
+        for place in range(first, end if self.keeps_kv else first):
             self.counts[what] += 1
-            slot, place = self._slot(block_ids, at), first + at
+            slot = self._slot(block_ids, place - start)
             entry = self.slots.get(slot)
             if entry == digest(found[place], tokens[place + 1]):
                 continue

@@ -140,6 +140,7 @@ class FakeProtocol:
         self.jobs: dict[Attempt, tuple[list[int], list[int], int]] = {}  # token ids, block ids, cached blocks
         self.asked_for: dict[Attempt, tuple] = {}  # prefill engines that are not to have it, seconds
         self.scopes: dict[Attempt, PromptScope] = {}
+        self.next_tokens: dict[Attempt, int | None] = {}
         self.listed_scopes: tuple[str, ...] = ()
         self.unable_peers: tuple[str, ...] = ()  # to do a job with a scope
         self.aborted: list[Attempt] = []
@@ -180,8 +181,9 @@ class FakeProtocol:
         self.posted[attempt] = url, request_id
 
     def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0,
-               scope=NO_SCOPE):
+               scope=NO_SCOPE, next_token=None):
         assert attempt not in self.jobs
+        self.next_tokens[attempt] = next_token
         self.jobs[attempt] = ScopedTokens(token_ids, seed_of(scope.salt, scope.adapter)), block_ids, cached_blocks
         self.asked_for[attempt] = tuple(avoid), deadline_s
         self.scopes[attempt] = scope

@@ -7,14 +7,16 @@ step may read all keys that its tokens see: in a group with a window no others n
 Which blocks a peer is granted, and sends, is worked out here from what the next token reads, token by token, and not by
 `vllm_pd.protocol.rows`.
 """
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from tests.v1.drafting import DraftingEngine
-from tests.v1.simulated import PEER, Engine, WrongRead, WrongWrite, contents
+from tests.v1.simulated import PEER, VOCAB, Engine, WrongRead, WrongWrite, contents
 from vllm_pd.protocol import actions
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
@@ -135,4 +137,70 @@ class WindowEngine(Engine):
 
 
 class DraftingWindowEngine(DraftingEngine, WindowEngine):
-    """One with a drafter that has no KV, too: what it guesses wrongly is computed, and taken back."""
+    """One with a drafter, too: what it guesses wrongly is computed, and taken back. The layers of one with KV are in
+    the group `drafters`; other layers of the same blocks destroy what these hold. `is_flagged`: V1 knows which group
+    that is, as with `mtp`; otherwise it drops the last block of a hit in each."""
+
+    def __init__(self, folder: Path, in_flight: int = 1, *, windows: tuple[int, ...], drafters: int | None = None,
+                 is_flagged: bool = False, **more: Any) -> None:
+        self.drafters, self.is_flagged = windows.index(0) if drafters is None else drafters, is_flagged
+        super().__init__(folder, in_flight, windows=windows, **more)
+        self._next_of: dict[str, int] = {}  # the token after a job's, by its attempt
+
+    def make_groups(self) -> list[KVCacheGroupSpec]:
+        groups = super().make_groups()
+        groups[self.drafters].is_eagle_group = self.is_flagged
+        return groups
+
+    # Peers.
+
+    def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0, scope: PromptScope = NO_SCOPE) -> Attempt:
+        attempt = super().job(prompt, cached_blocks, number, scope)
+        if self.keeps_kv:
+            event, next_token = self.protocol.events.pop(), (7 * sum(prompt) + number) % (VOCAB - 1)
+            self._next_of[str(attempt)] = next_token
+            self.protocol.events.append(msgspec.structs.replace(event, next_token=next_token))
+        return attempt
+
+    def check_sent_write(self, write: Write, prompt: list[int]) -> None:
+        WindowEngine.check_sent_write(self, write, prompt)
+        if not self.keeps_kv:
+            return
+        cached, size = self._cached_of[write.grant], self.block_size
+        rows = dict(enumerate(self.rows(len(prompt), cached), REMOTE + cached))
+        known, found = [*prompt, self._next_of[write.grant]], contents(prompt)
+        for block, remote in zip(write.local_block_ids, write.remote_block_ids, strict=True):
+            group, number = rows[remote]
+            if group == self.drafters:
+                first = max(number * size, self._first_read(len(prompt)))
+                self._check_drafts("sent", [block], found, known, first, min(len(prompt), (number + 1) * size),
+                                   number * size)
+
+    def _granted(self, token_ids: list[int], block_ids: list[int], cached: int) -> Iterator[tuple[int, int]]:
+        rows = zip(self.rows(len(token_ids), cached), block_ids[cached:], strict=True)
+        for number, block in [(number, block) for (group, number), block in rows if group == self.drafters]:
+            for at in range(number * self.block_size, min(len(token_ids), (number + 1) * self.block_size)):
+                yield at, block
+
+    def _fill(self, group: int, number: int, block: int, found: list[int], tokens: int) -> None:
+        super()._fill(group, number, block, found, tokens)
+        if group != self.drafters:
+            self._destroy_entries(block)
+
+    # Steps.
+
+    def _compute_group(self, group: int, request_id: str, start: int, count: int, table: list[int],
+                       found: list[int]) -> None:
+        super()._compute_group(group, request_id, start, count, table, found)
+        for at in range(start, start + count) if group != self.drafters else ():
+            self._destroy_entries(table[at // self.block_size])
+
+    def _drafters_table(self, tables: list) -> list[int]:
+        return tables[self.drafters]
+
+    def _first_read(self, query: int) -> int:
+        return next((key for key in range(query) if self._reads(self.drafters, query, key)), query)
+
+    def _destroy_entries(self, block: int) -> None:
+        for at in range(self.block_size):
+            self.slots.pop(self._slot([block], at), None)

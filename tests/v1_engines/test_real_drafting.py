@@ -12,6 +12,7 @@ import pytest
 from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
+from tests.v1_engines.test_real_shapes import WINDOWS
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -21,15 +22,16 @@ BLOCK, STEP, TOKENS = 32, 256, 6
 LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
 
 
-@pytest.fixture(scope="module")
-def engines(logs):
-    """A stock engine, P and D, all with the same head; D drafts fewer tokens than P."""
+@pytest.fixture(scope="module", params=[{}, WINDOWS], ids=["one-group", "windows"])
+def engines(logs, request):
+    """A stock engine, P and D, all with the same head; D drafts fewer tokens than P. With windows the head's layer is
+    in one of two groups with full attention, beside one of a window of 64 tokens."""
     broker = BrokerProcess()
     for name in ("stock", "p", "d"):
-        (logs / f"{name}.drafts").touch()
+        (logs / f"{name}.drafts").write_text("", encoding="utf-8")
     made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, drafts=str(logs / f"{name}.drafts"),
                        speculative_config={"method": "eagle", "model": str(HEAD), "num_speculative_tokens": tokens},
-                       max_num_batched_tokens=STEP, max_model_len=1024)
+                       max_num_batched_tokens=STEP, max_model_len=1024, **request.param)
             for role, name, tokens in ((None, "stock", 3), ("kv_producer", "p", 2), ("kv_consumer", "d", 3))]
     for one in made:
         one.ready()

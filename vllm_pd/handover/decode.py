@@ -212,9 +212,11 @@ class DecodeHandover(ABC, Generic[R]):
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
         if remote.metaserver is not None:
             self._session.post_job(attempt, remote.metaserver, external_id(self._request_id(request)))
-        media = [self._media(request)] if scope.media else []
+        more = {"media": self._media(request)} if scope.media else {}
+        if (next_token := self._next_token(request)) is not None:
+            more["next_token"] = next_token
         self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers,
-                              self._time_left_s(remote), self._priority(request), scope, *media)
+                              self._time_left_s(remote), self._priority(request), scope, **more)
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
@@ -562,6 +564,10 @@ class DecodeHandover(ABC, Generic[R]):
     def _media(self, request: R) -> tuple[bytes, ...]:
         """The encoded data of each of the scope's items."""
         return ()
+
+    def _next_token(self, request: R) -> int | None:
+        """The token after those that a peer is to compute, where the KV of the last of them depends on it."""
+        return None
 
     @abstractmethod
     def _priority(self, request: R) -> int:

@@ -508,7 +508,7 @@ class PrefillHandover(ABC):
         attempt, token_ids = prefill.attempt, prefill.token_ids
         if self._session.state.has_other_weights:  # it was on its way
             self._refuse(attempt, "its weights were replaced")
-        elif 0 <= min(token_ids) <= max(token_ids) < self._capacity.vocab_size:
+        elif 0 <= min(token_ids) <= max(max(token_ids), prefill.next_token or 0) < self._capacity.vocab_size:
             self._jobs[attempt] = PeerJob.of(prefill, self._block_size, time.monotonic())
         else:
             self._refuse(attempt, f"a token id is outside the vocabulary of {self._capacity.vocab_size}")

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.model.drafter import WITHOUT_KV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -137,11 +136,9 @@ def choose_one_group(config: VllmConfig, is_asked_for: bool, has_store: bool, is
     """Have V1 keep all layers in one group, as with `--disable-hybrid-kv-cache-manager`, where something else is on
     that was not tried with several. `is_asked_for`: the user has written the flag that turns the manager on.
     `is_offloading`: with OffloadingConnector. Raises ConfigError for both together."""
-    scheduler, drafting = config.scheduler_config, config.speculative_config
-    stages = config.parallel_config.pipeline_parallel_size
+    scheduler, stages = config.scheduler_config, config.parallel_config.pipeline_parallel_size
     reasons = {"store": has_store, "OffloadingConnector": is_offloading,
-               "pipeline_parallel_size": stages > 1 and stages,
-               "speculative_config.method": drafting and drafting.method not in WITHOUT_KV and drafting.method}
+               "pipeline_parallel_size": stages > 1 and stages}
     key = next((key for key, value in reasons.items() if value), None)
     if key is None or scheduler.disable_hybrid_kv_cache_manager:
         return

@@ -34,7 +34,7 @@ class DecodeSession(Session):
     @locked
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0,
-               scope: PromptScope = NO_SCOPE, media: tuple[bytes, ...] = ()) -> None:
+               scope: PromptScope = NO_SCOPE, media: tuple[bytes, ...] = (), next_token: int | None = None) -> None:
         """Have this prompt prefilled elsewhere, into `block_ids[cached_blocks:]`, by a P that is not to `avoid`. The
         blocks stay the caller's to keep until `Prefilled` or `Released`; exactly one of `Prefilled`, `Fallback` and the
         caller's own `abort` ends it, at the latest after `deadline_s` (the configured deadline where None)."""
@@ -45,7 +45,7 @@ class DecodeSession(Session):
         unable = sorted(set(self._cluster.unable(scope)).difference(avoid, failed))  # a broker knows these by itself
         avoid = (*avoid, *failed, *unable[:m.MAX_AVOIDED // 2])[:m.MAX_AVOIDED]
         self._do(self._decode.submit(now, attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority,
-                                     scope, media))
+                                     scope, media, next_token))
 
     @locked
     def post_job(self, attempt: m.Attempt, url: str, request_id: str) -> None:

@@ -90,7 +90,7 @@ class Prefill(msgspec.Struct, frozen=True):
     """P: prefill this prompt. `block_ids` are D's blocks to write, in order; `cached_blocks` whole blocks come before
     them in D's cache, and `cached_block_ids` says where. `peer` is D's transport name (`names`), added by an earlier
     `AddPeer`. `priority` and `scope` are those of D's request, `media` is the encoded data of each of the scope's
-    items, of the size that it says; whether it has the digest is yet to be seen."""
+    items, of the size that it says; whether it has the digest is yet to be seen. `next_token`: see `Grant`."""
     attempt: Attempt
     token_ids: list[int]
     block_ids: list[int]
@@ -100,6 +100,7 @@ class Prefill(msgspec.Struct, frozen=True):
     priority: int = 0
     scope: PromptScope = NO_SCOPE
     media: tuple[bytes, ...] = ()
+    next_token: int | None = None
 
     def new_tokens(self, block_size: int) -> int:
         """Tokens of the prompt that D has not cached; as `Job.new_tokens`."""

@@ -43,7 +43,7 @@ class AttemptRecord:
 
     def __init__(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                  avoid: tuple[str, ...], priority: int, scope: PromptScope = NO_SCOPE,
-                 media: tuple[bytes, ...] = ()):
+                 media: tuple[bytes, ...] = (), next_token: int | None = None):
         self.attempt = attempt
         self.avoid = avoid
         self.priority = priority
@@ -53,6 +53,7 @@ class AttemptRecord:
         self.media_sent_at = LONG_AGO
         self.media_sends = 0
         self.token_ids = token_ids
+        self.next_token = next_token
         self.block_ids = block_ids
         self.cached_blocks = cached_blocks
         self.state = AttemptState.QUEUED

@@ -81,10 +81,11 @@ class DecodeProtocol:
 
     def submit(self, now: float, attempt: m.Attempt, token_ids: list[int], block_ids: list[int],
                cached_blocks: int, avoid: tuple[str, ...] = (), deadline_s: float | None = None,
-               priority: int = 0, scope: PromptScope = NO_SCOPE, media: tuple[bytes, ...] = ()) -> list[Action]:
+               priority: int = 0, scope: PromptScope = NO_SCOPE, media: tuple[bytes, ...] = (),
+               next_token: int | None = None) -> list[Action]:
         """Queue a job for any P but those to `avoid`. The caller keeps the blocks set aside until `Prefilled` or
         `Released`. `deadline_s` is less than the limits' where earlier attempts took some of it. The rest: see `Job`
-        and, of `media`, `Grant`.
+        and, of `media` and `next_token`, `Grant`.
         Attempt numbers must grow from call to call (ValueError), or a late notice could be taken for another
         attempt's."""
         if attempt.number <= self._last_number or attempt.incarnation != self.member.incarnation:
@@ -92,7 +93,7 @@ class DecodeProtocol:
         self._last_number = attempt.number
         priority = max(-m.MAX_PRIORITY, min(m.MAX_PRIORITY, int(priority)))  # a client's may be any number
         record = AttemptRecord(attempt, list(token_ids), list(block_ids), cached_blocks, avoid, priority, scope,
-                               media)
+                               media, next_token)
         self._records[attempt] = record
         record.submitted = now
         record.deadline = now + (self.limits.deadline_s if deadline_s is None else deadline_s)
@@ -593,7 +594,7 @@ class DecodeProtocol:
             record.media_sent_at = now
             record.media_sends += 1
         return [ToPrefill(record.peer, m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks,
-                                               self.limits.lease_s, record.media))]
+                                               self.limits.lease_s, record.media, record.next_token))]
 
     def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> list[Action]:
         self.dropped["claim_" + reason.value] += 1

@@ -56,6 +56,7 @@ from vllm_pd.protocol.values import (  # noqa: F401  whoever has the messages ha
     Seconds,
     Text,
     Timings,
+    TokenId,
     TokenIds,
 )
 
@@ -105,13 +106,15 @@ class Claim(WireMessage):
 
 class Grant(WireMessage):
     """P may write `block_ids[cached_blocks:]`, for `lease_s` counted from before its claim was sent. `media`: the
-    encoded data of each item of the scope, which the job does not carry."""
+    encoded data of each item of the scope, which the job does not carry. `next_token`: the one after the job's tokens,
+    where a drafter's KV of the last of these depends on it; an older release neither sends nor reads it."""
     attempt: Attempt
     claim: Count
     block_ids: BlockIds
     cached_blocks: Count
     lease_s: Seconds
     media: Media = ()
+    next_token: TokenId | None = None
 
 
 class Deny(WireMessage):

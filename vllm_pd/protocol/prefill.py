@@ -419,7 +419,7 @@ class PrefillProtocol:
         self.counters["granted"] += 1
         return [Prefill(job.attempt, job.job.token_ids, grant.block_ids[grant.cached_blocks:], grant.cached_blocks,
                         grant.block_ids[:grant.cached_blocks], generation_name(sender, job.generation),
-                        job.job.priority, job.job.scope, grant.media)]
+                        job.job.priority, job.job.scope, grant.media, grant.next_token)]
 
     def _on_deny(self, now: float, sender: str, deny: m.Deny) -> list[Action]:
         job = self._held(sender, deny, JobState.CLAIMING)

@@ -39,8 +39,8 @@ MAX_SECONDS = 1e9
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_SECONDS)]
 MAX_RATE = 1e12
 Rate = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_RATE)]
-TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]],
-                     msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1, max_length=MAX_TOKENS)]
 Media = Annotated[tuple[Annotated[bytes, msgspec.Meta(max_length=MAX_MEDIA_BYTES)], ...],
                   msgspec.Meta(max_length=MAX_MEDIA_ITEMS)]
 BlockIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]], msgspec.Meta(max_length=MAX_BLOCKS)]

@@ -23,6 +23,7 @@ from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
 from vllm_pd.handover.records import DecodeCapacity
+from vllm_pd.model.drafter import keeps_kv
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.actions import Event
 from vllm_pd.protocol.messages import Attempt
@@ -61,6 +62,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._scheduler = scheduler
         self._fence = fence
         self._caching = bool(cache.enable_prefix_caching)
+        self._drafts_with_kv = keeps_kv(scheduler.vllm_config)
         self._by_attempt: dict[Attempt, Request] = {}
         self._by_id: dict[str, Attempt] = {}
         self._matched: dict[str, tuple[Decision, int]] = {}  # by request id: the last decision and its prefix hit
@@ -321,6 +323,10 @@ class ParkedRequests(DecodeHandover["Request"]):
 
     def _media(self, request: Request) -> tuple[bytes, ...]:
         return self._media_book.encoded(request)
+
+    def _next_token(self, request: Request) -> int | None:
+        theirs = self._num_remote(request)
+        return request.prompt_token_ids[theirs] if self._drafts_with_kv and self._rows.own_tokens else None
 
     def _priority(self, request: Request) -> int:
         return request.priority

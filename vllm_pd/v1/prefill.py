@@ -11,6 +11,9 @@ then stay right: they hold the same tokens' KV.
 The last write of a job with a LoRA adapter waits until a look at the adapter's files that began after the job's last
 step has found them as they were at their load (`vllm_pd.v1.adapter_files`). A batch has `max_loras` adapters at most. A
 job whose adapter does not fit waits for a moment, while others pass it, and is given back then.
+
+A drafter's KV of a token depends on the next one. Behind a job that is a prompt without its last token, that is the one
+which this engine would sample; so it may sample the prompt's own only (`Grant.next_token`).
 """
 from __future__ import annotations
 
@@ -310,7 +313,7 @@ class InternalRequests(PrefillHandover):
             raise ValueError("this engine is paused or ends")
         if job.request_id in self._scheduler.requests:
             raise ValueError(f"there is a request {job.request_id}")
-        digest = job.prefill.scope.adapter
+        digest, next_token = job.prefill.scope.adapter, job.prefill.next_token
         adapter = self._adapters.request(digest) if digest else None
         features = self._media.features(job.prefill.scope, job.prefill.media, tokens, self._scheduler)
         job.prefill = msgspec.structs.replace(job.prefill, media=())  # its tensors have it now
@@ -318,7 +321,8 @@ class InternalRequests(PrefillHandover):
         try:
             return self._access.add(EngineCoreRequest(
                 request_id=job.request_id, prompt_token_ids=job.prefill.token_ids, mm_features=features or None,
-                sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False),
+                sampling_params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False,
+                                               allowed_token_ids=None if next_token is None else [next_token]),
                 pooling_params=None, arrival_time=time.time(), lora_request=adapter,
                 cache_salt=job.prefill.scope.salt or None, data_parallel_rank=None, priority=job.prefill.priority))
         except Exception:

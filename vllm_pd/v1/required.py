@@ -37,6 +37,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("Scheduler._handle_blocked_waiting_request", "frees a failed one's blocks; ours also counts adapters",
                  takes=("request", )),
         Required("Scheduler.kv_cache_config", "how layers are grouped"),
+        Required("Scheduler.vllm_config", "whether there is a drafter with KV"),
         Required("Scheduler.kv_holding_waiting", "where parked requests wait"),
         Required("Scheduler.waiting", "where a request goes that begins anew, and that may wait for a grammar"),
         Required("Scheduler.deferred_waiting", "a request that begins anew is taken out of it"),
@@ -80,6 +81,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "sampling_params.py": (
         Required("SamplingParams.extra_args", "a request's kv_transfer_params come in it"),
+        Required("SamplingParams.allowed_token_ids", "a job with a drafter's KV samples its prompt's own next token"),
         Required("SamplingParams.prompt_logprob_token_ids", "such a request is computed whole: it stays local"),
     ),
     "v1/core/sched/output.py": (
