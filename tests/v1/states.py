@@ -22,9 +22,8 @@ from typing import Any
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
-from tests.v1.drafting import DraftingEngine
 from tests.v1.simulated import BLOCK_SIZE, WrongRead, WrongWrite
-from tests.v1.windows import NULL, WindowEngine
+from tests.v1.windows import NULL, DraftingWindowEngine, WindowEngine
 from vllm_pd.protocol.rows import STATE
 
 MODEL_TOKENS = 1024
@@ -104,15 +103,15 @@ class StateEngine(WindowEngine):
         self.slots[block, _PLACE] = group, content
 
     def _clear(self, block: int, places: tuple[int, ...] | None = None) -> None:
-        for at in (_PLACE, _TAIL, *range(self.block_size)) if places is None else places:
+        for at in (_PLACE, _TAIL, *range(2 * self.block_size)) if places is None else places:
             self.slots.pop((block, at), None)
 
 
-class DraftingStateEngine(DraftingEngine, StateEngine):
-    """One with a drafter that has no KV."""
+class DraftingStateEngine(DraftingWindowEngine, StateEngine):
+    """One with a drafter. V1 knows the group of one with KV, as that of `mtp`, unless not `is_flagged`."""
 
-    def __init__(self, folder: Path, in_flight: int = 1, **more: Any) -> None:
-        super().__init__(folder, in_flight, **more)
+    def __init__(self, folder: Path, in_flight: int = 1, *, is_flagged: bool = True, **more: Any) -> None:
+        super().__init__(folder, in_flight, is_flagged=is_flagged, **more)
         self._running: dict[str, int] = {}  # the entry of the table with the running state, by request
         self._taken: dict[str, int] = {}  # how many tokens of the last step count: 1, and the accepted drafts
         self._drafts = 0  # of the request that is being computed

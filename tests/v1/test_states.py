@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """B114: layers with a recurrent state: of each of their groups one block goes from a prefill engine to a decode engine,
 and every answer is that of one engine (tests/v1/states.py)."""
+import functools
+
 import pytest
 
 from tests.v1 import simulated
-from tests.v1.drafting import with_drafter
+from tests.v1.drafting import WrongDraft, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, Engine, WrongRead
 from tests.v1.states import DraftingStateEngine, StateEngine
 from tests.v1.test_windows import (
@@ -24,20 +26,20 @@ from vllm_pd.v1.prefill import InternalRequests
 GROUPS = [(0, STATE), (STATE, 0, STATE)]
 MODES = ["align", "none"]
 HISTORIES = 100
-DRAFTERS = {1: "ngram", 2: "ngram_gpu"}  # by how many steps are in flight, with one stage
 MOST = 400  # histories until a planted defect is found
 
 
-def drafting(folder, in_flight: int = 1, *, mode: str = "align", batch_tokens: int = 128,
+def drafting(folder, in_flight: int = 1, *, drafter: str, mode: str = "align", batch_tokens: int = 128,
              **settings) -> DraftingStateEngine:
-    """An engine with a drafter that has no KV; `settings` as of `StateEngine`."""
-    plain = Engine(folder, in_flight, caching=mode != "none", batch_tokens=batch_tokens)
-    plain.config.cache_config.num_gpu_blocks = settings["blocks"]
-    return DraftingStateEngine(folder, in_flight, config=with_drafter(plain.config, folder, DRAFTERS[in_flight]),
-                               mode=mode, **settings)
+    """An engine with this drafter; `settings` as of `StateEngine`."""
+    config = Engine(folder, in_flight, caching=mode != "none", batch_tokens=batch_tokens).config
+    return DraftingStateEngine(folder, in_flight, config=with_drafter(config, folder, drafter), mode=mode, **settings)
 
 
-MAKERS = {"": StateEngine, "drafts": drafting}
+MAKERS = {"": StateEngine, "ngram": functools.partial(drafting, drafter="ngram"),
+          "eagle": functools.partial(drafting, drafter="eagle", is_flagged=False),
+          "mtp": functools.partial(drafting, drafter="eagle")}
+EACH = pytest.mark.parametrize("drafter, in_flight", [("ngram", 1), ("ngram_gpu", 2), ("eagle", 1), ("eagle", 2)])
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +64,8 @@ def test_b114_every_length_of_a_remote_prompt(model_folder, groups, mode, maker)
 
 @pytest.mark.parametrize("checkpoints", [0, 1])
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("batch_tokens", [16, 33, 512])
+@pytest.mark.parametrize("maker, batch_tokens", [("", 16), ("", 33), ("", 512), ("ngram", 33), ("mtp", 512)])
 @pytest.mark.parametrize("mode, chunks", [("align", False), ("align", True), ("none", True)])
-@pytest.mark.parametrize("maker", MAKERS)
 def test_b114_every_length_of_a_job(model_folder, groups, batch_tokens, mode, chunks, checkpoints, maker):
     """P sends the state after the prompt, with D's prefix hit or without, whole or in chunks."""
     send_every_length(MAKERS[maker](model_folder, windows=groups, mode=mode, checkpoints=checkpoints, blocks=200,
@@ -80,9 +81,10 @@ def test_b114_a_prefix_hit_of_every_length(model_folder, groups, maker):
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("mode", MODES)
-def test_b114_b113_drafts_after_a_state_of_a_peer(model_folder, in_flight, groups, mode):
+@EACH
+def test_b114_b113_drafts_after_a_state_of_a_peer(model_folder, drafter, in_flight, groups, mode):
     """Of all lengths, all numbers of them accepted, with answers over several blocks."""
-    engine = drafting(model_folder, in_flight, windows=groups, mode=mode, blocks=400)
+    engine = drafting(model_folder, in_flight, drafter=drafter, windows=groups, mode=mode, blocks=400)
     for length in range(BLOCK_SIZE + 2, 3 * BLOCK_SIZE + 3):
         engine.add(f"r{length}", prompt_of(length), 40)
         engine.run()
@@ -98,10 +100,11 @@ def test_b20_b113_b114_a_prompt_that_leaves_no_block_for_states_of_drafts_is_com
     """Or V1 would wait for blocks for ever. `here`: by how many blocks an engine has, which do for the prompt alone."""
     here = {}
     for blocks in range(8, 32):
-        if not _ends(drafting(model_folder, windows=GROUPS[1], mode=mode, blocks=blocks, threshold=10**6)):
+        make = functools.partial(MAKERS["ngram"], model_folder, windows=GROUPS[1], mode=mode, blocks=blocks)
+        if not _ends(make(threshold=10**6)):
             assert not here
             continue
-        engine = drafting(model_folder, windows=GROUPS[1], mode=mode, blocks=blocks)
+        engine = make()
         assert _ends(engine), f"no end with {blocks} blocks"
         engine.check_answers()
         engine.check_at_rest()
@@ -174,9 +177,10 @@ def settings(seed: int, in_flight: int, drafter: str = ""):
     """Of an engine that a history is played on."""
     drawn, steps = history(seed)
     mode = MODES[seed // 2 % 4 == 3]
+    blocks = drawn.blocks + (10 if seed % 4 else 34) + (8 if drafter else 0)
     return drawn._replace(in_flight=in_flight, stages=simulated.STAGES, windows=GROUPS[seed % len(GROUPS)],
                           states=mode, checkpoints=seed // 10 % 2, caching=mode != "none", reads="never",
-                          drafter=drafter, blocks=drawn.blocks + (10 if seed % 4 else 34) + (8 if drafter else 0)), steps
+                          drafter=drafter, blocks=blocks), steps
 
 
 def first_failure(folder, in_flight: int, histories: int, drafter: str = "") -> str:
@@ -188,9 +192,14 @@ def first_failure(folder, in_flight: int, histories: int, drafter: str = "") -> 
 
 
 @pytest.mark.search
-@pytest.mark.parametrize("drafts", [False, True])
-def test_b114_b113_b20_b34_any_order(model_folder, in_flight, drafts):
-    assert not first_failure(model_folder, in_flight, HISTORIES, DRAFTERS[in_flight] if drafts else "")
+def test_b114_b20_b34_any_order(model_folder, in_flight):
+    assert not first_failure(model_folder, in_flight, HISTORIES)
+
+
+@pytest.mark.search
+@EACH
+def test_b114_b113_b20_b34_any_order_with_a_drafter(model_folder, drafter, in_flight):
+    assert not first_failure(model_folder, in_flight, HISTORIES, drafter)
 
 
 def states_of_another_group(monkeypatch):
@@ -253,8 +262,22 @@ def the_block_before(monkeypatch):
 
 @pytest.mark.parametrize("defect", [whole_prompts, jobs_go_on_after_their_prompt, the_first_state_of_a_draft,
                                     the_last_block_of_the_table, the_block_before])
-def test_b114_b113_the_search_finds_planted_defects_with_drafts(model_folder, in_flight, defect, monkeypatch):
+@EACH
+def test_b114_b113_the_search_finds_planted_defects_with_a_drafter(model_folder, drafter, in_flight, defect,
+                                                                   monkeypatch):
     defect(monkeypatch)
     monkeypatch.setattr("tests.v1.test_states.shrink", lambda *history: ())
-    found = first_failure(model_folder, in_flight, MOST, DRAFTERS[in_flight])
-    assert found
+    assert first_failure(model_folder, in_flight, MOST, drafter)
+
+
+def next_token_left_to_the_model(monkeypatch):
+    """P samples it, as without a drafter."""
+    monkeypatch.setattr("vllm_pd.v1.decode.ParkedRequests._next_token", lambda prefills, request: None)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_b114_b113_a_drafter_reads_the_entry_of_the_last_token_before(model_folder, in_flight, monkeypatch):
+    next_token_left_to_the_model(monkeypatch)
+    engine = drafting(model_folder, in_flight, drafter="eagle", windows=(0, STATE), blocks=400)
+    with pytest.raises(WrongDraft, match="position 49 is read"):
+        hand_over(engine, "a", prompt_of(51))

@@ -134,8 +134,8 @@ class Walk:
         self.in_flight = setting.in_flight
         make = DraftingEngine if setting.drafter else Engine
         if setting.states:
-            make = functools.partial(DraftingStateEngine if setting.drafter else StateEngine, windows=setting.windows, mode=setting.states,
-                                     checkpoints=setting.checkpoints)
+            make = functools.partial(DraftingStateEngine if setting.drafter else StateEngine, windows=setting.windows,
+                                     mode=setting.states, checkpoints=setting.checkpoints)
         elif setting.windows:
             make = functools.partial(DraftingWindowEngine if setting.drafter else WindowEngine, windows=setting.windows)
         self.engine = make(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,

@@ -49,6 +49,9 @@ def check_drafter(config: VllmConfig) -> None:
         raise ConfigError("pipeline_parallel_size", config.parallel_config.pipeline_parallel_size,
                           f"use 1 with the drafter {drafting.method}: its layers are on the last stage only, which was "
                           "not tried")
+    if drafting.draft_model_config.has_inner_state:
+        raise ConfigError("speculative_config.model", drafting.draft_model_config.model, "use a drafter without "
+                          "recurrent states: which of its states a peer needs is not known here")
     own, target = drafting.kv_cache_dtype, config.cache_config.cache_dtype
     if own not in (None, target):
         raise ConfigError("speculative_config.kv_cache_dtype", own,

@@ -79,15 +79,13 @@ def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = Fals
     """What can't be together with recurrent states. Raises ConfigError."""
     if not config.model_config.has_inner_state:
         return
-    scheduler, drafting, cache = config.scheduler_config, config.speculative_config, config.cache_config
+    scheduler, cache = config.scheduler_config, config.cache_config
     stages = config.parallel_config.pipeline_parallel_size
     model = f"of a model with recurrent states ({config.model_config.model})"
     for key, value, cure in (
         ("store", has_store, f"leave it out: the store keeps KV, and nothing {model}"),
         ("OffloadingConnector", is_offloading, f"leave it out: it was not tried with the states {model}"),
         ("pipeline_parallel_size", stages > 1 and stages, f"use 1: stages {model} were not tried"),
-        ("speculative_config.method", drafting and drafting.method not in WITHOUT_KV and drafting.method,
-         f"use one of {sorted(WITHOUT_KV)}, or none: a drafter with KV, beside the states {model}, was not tried"),
         ("use_replayssm", cache.use_replayssm, f"remove it: then the states {model} are not all in their blocks"),
         ("prefix_match_unit", cache.prefix_match_unit, f"remove it: prefix hits {model} must be whole blocks"),
         ("disable_hybrid_kv_cache_manager", scheduler.disable_hybrid_kv_cache_manager,

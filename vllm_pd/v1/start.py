@@ -12,6 +12,7 @@ import msgspec
 from vllm_pd.decisions.prefix import PrefixReads
 from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
+from vllm_pd.model.drafter import drafter_layers
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.protocol.scope import SALT
 from vllm_pd.rpc.ports import require_free_front
@@ -55,6 +56,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     kv_layers = None
     if rows.state_tokens:  # then there is one stage: these are all layers
         kv_layers = sum(len(group.layer_names) for group in groups) - len(state_layers(groups))
+        kv_layers -= drafter_layers(vllm_config)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes,
                                               TransportChoice.of(config.transport, config.transport_host),
