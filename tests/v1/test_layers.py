@@ -85,8 +85,11 @@ def grouping(config, monkeypatch):
 
 @pytest.mark.parametrize("layers, windows", [
     ([WINDOW, FULL, WINDOW, FULL], (0, 64)), ([FULL, WINDOW, WINDOW, WINDOW], (0, 64, 64, 64)),
-    ([FULL, FULL, FULL, WINDOW], (0, 0, 0, 64)), ([WINDOW, FULL, NARROW], (0, 64, 32)), ([FULL, FULL], ())],
-    ids=["half", "more windows", "fewer", "two windows", "none"])
+    ([FULL, FULL, FULL, WINDOW], (0, 0, 0, 64)), ([WINDOW, FULL, NARROW], (0, 64, 32)), ([FULL, FULL], ()),
+    ([WINDOW, FULL] * 12 + [FULL], (0, 64)), ([WINDOW, FULL] * 2 + [FULL], (0, 0, 64)),
+    ([WINDOW, FULL] * 2 + [WINDOW], (0, 64, 64)), ([FULL] * 2 + [WINDOW], (0, 0, 64))],
+    ids=["half", "more windows", "fewer", "two windows", "none", "a drafter's padded", "a drafter's not padded",
+         "a drafter with the target's window", "with one of its own"])
 def test_b114_groups_of_blocks(grouping, layers, windows):
     groups = connect(grouping, *layers)
     rows = block_rows(groups)

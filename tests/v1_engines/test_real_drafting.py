@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real V1 engines with an EAGLE head, real transfers: tokens and each draft as one stock engine with the same head has
-them (B1, B2, B113). A drafter whose KV of a prompt is missing, or is another's, changes no token: it drafts otherwise.
-Without KV, by the prompt's own tokens: tests/v1/test_real_engines.py.
+them (B1, B2, B113, B114), with all layers in one group of blocks, and with windows in groups of their own. A drafter
+whose KV of a prompt is missing, or is another's, changes no token: it drafts otherwise. Without KV, by the prompt's own
+tokens: tests/v1/test_real_engines.py.
 """
 import os
 import random
@@ -22,22 +23,23 @@ BLOCK, STEP, TOKENS = 32, 256, 6
 LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
 
 
-@pytest.fixture(scope="module", params=[{}, WINDOWS], ids=["one-group", "windows"])
+@pytest.fixture(scope="module", params=[({}, 0.1), (WINDOWS, 0.05)], ids=["one-group", "windows"])
 def engines(logs, request):
-    """A stock engine, P and D, all with the same head; D drafts fewer tokens than P. With windows the head's layer is
-    in one of two groups with full attention, beside one of a window of 64 tokens."""
-    broker = BrokerProcess()
+    """A stock engine and D, with a P, all with the same head; P drafts fewer tokens. And which share of drafts may
+    differ. With windows the head's layer is in one of two groups with full attention, beside one of a window of 64
+    tokens; of 78 drafts 8 differ there if P does not use the prompt's last token."""
+    broker, (more, share) = BrokerProcess(), request.param
     for name in ("stock", "p", "d"):
         (logs / f"{name}.drafts").write_text("", encoding="utf-8")
     made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, drafts=str(logs / f"{name}.drafts"),
                        speculative_config={"method": "eagle", "model": str(HEAD), "num_speculative_tokens": tokens},
-                       max_num_batched_tokens=STEP, max_model_len=1024, **request.param)
+                       max_num_batched_tokens=STEP, max_model_len=1024, **more)
             for role, name, tokens in ((None, "stock", 3), ("kv_producer", "p", 2), ("kv_consumer", "d", 3))]
     for one in made:
         one.ready()
     stock, _, d = made
     wait_for(lambda: d.generate(prompts(0, (300, ))) and done(d), "nothing goes remote")
-    yield stock, d
+    yield stock, d, share
     for one in made:
         one.stop()
     broker.stop()
@@ -56,7 +58,8 @@ def test_b113_tokens_and_drafts_are_those_of_one_stock_engine(engines, logs, eve
     """Prompts that mostly need several steps, then others with the beginning of these, and new ones, with aborts
     between. A stock engine alone drafts otherwise now and then if it computes a prompt in other steps (two of 72
     drafts seen); where the drafter's KV of prompts is missing, all drafts differ."""
-    _, d = engines
+    *both, share = engines
+    d = both[-1]
     draw = random.Random(113)
     many = prompts(113, LENGTHS)
     many += [one[:draw.randrange(BLOCK, len(one))] + prompts(draw.random(), (draw.randrange(1, 300), ))[0]
@@ -65,9 +68,9 @@ def test_b113_tokens_and_drafts_are_those_of_one_stock_engine(engines, logs, eve
     theirs, ours = {}, {}
     for number, one in enumerate(many):  # in the same steps, so with the same rounding
         drafts(logs, "d")
-        for engine in engines:
+        for engine in both:
             engine.ask([one], TOKENS)
-        right, got = ([tokens for tokens, _ in engine.answer()] for engine in engines)
+        right, got = ([tokens for tokens, _ in engine.answer()] for engine in both)
         assert got == right, f"{number}: {len(one)} tokens"
         theirs |= drafts(logs, "stock")
         ours |= drafts(logs, "d")
@@ -76,4 +79,4 @@ def test_b113_tokens_and_drafts_are_those_of_one_stock_engine(engines, logs, eve
     assert done(d) >= before + 0.7 * len(many)
     steps = theirs.keys() | ours.keys()  # where other drafts are accepted, other steps follow
     differ = sum(theirs.get(step) != ours.get(step) for step in steps)
-    assert differ <= 0.1 * len(steps), f"{differ} of {len(steps)} drafts differ"
+    assert differ <= share * len(steps), f"{differ} of {len(steps)} drafts differ"

@@ -9,6 +9,11 @@ nobody would see. So it is in the fingerprint. How many tokens are drafted at a 
 
 What a drafter writes for a token may depend on the next one. Of a prompt's last token the decode engine computes it
 itself, with the token that it samples. Of the last one of a prefix hit V1 has it computed again (it drops a block).
+Where a job is the prompt without its last token (`vllm_pd.protocol.rows`), the grant says that token, and it is the
+only one that the prefill engine may sample.
+
+Beside layers with a window, or in place of the target's, a drafter's layers are in the groups that V1 puts layers of
+their kind into, and their blocks go with these groups.
 """
 from __future__ import annotations
 

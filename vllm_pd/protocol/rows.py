@@ -19,7 +19,8 @@ last one, whose query reads the keys of `window - 1` tokens before it. If D took
 computed it once more, as it does with one group, vLLM would lay its table out for the token after that: where that
 token's window begins with a new block, the oldest key of the last token's window is in no block any more. And of states
 there is the last one only: that after the last token would be of no use to D, which computes that token from the state
-before it.
+before it. What P's drafter writes for the last of its tokens may depend on the one after it, so D says that one in the
+grant (`Grant.next_token`) where there is such a drafter.
 """
 from collections.abc import Sequence
 from typing import TypeVar
