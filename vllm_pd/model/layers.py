@@ -86,7 +86,7 @@ def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = Fals
         ("store", has_store, f"leave it out: the store keeps KV, and nothing {model}"),
         ("OffloadingConnector", is_offloading, f"leave it out: it was not tried with the states {model}"),
         ("pipeline_parallel_size", stages > 1 and stages, f"use 1: stages {model} were not tried"),
-        ("use_replayssm", cache.use_replayssm, f"remove it: then the states {model} are not all in their blocks"),
+        ("use_replayssm", cache.use_replayssm, f"remove it: it keeps beside the blocks how far the states {model} are"),
         ("prefix_match_unit", cache.prefix_match_unit, f"remove it: prefix hits {model} must be whole blocks"),
         ("disable_hybrid_kv_cache_manager", scheduler.disable_hybrid_kv_cache_manager,
          f"leave --disable-hybrid-kv-cache-manager away: the states {model} need groups of their own"),

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts beside recurrent states, on a CPU engine that is right.
+
+vLLM 0.32's CPU build updates the convolution's part of a Mamba-2 state as if nothing was ever drafted: it does not read
+how many drafts were accepted. `update_convolution` is that kernel as vLLM's Triton form has it. And a tiny model of
+random weights repeats nothing, so an n-gram drafter would have nothing accepted: here it knows the answers.
+"""
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+
+def draft_known(file: str) -> None:
+    """From now on an engine that is forked from this process, with `ngram`, drafts as the sequences of tokens in this
+    file go on, and does so wrongly now and then: of `count` drafts the first 0 to `count` are right."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    def propose(_: Any, count: int, sampled: list[list[int]], lengths: Any, token_ids: Any,
+                *more: Any, **others: Any) -> list[list[int]]:
+        known = json.loads(Path(file).read_text(encoding="utf-8"))
+        return [_go_on(known, token_ids[row, :lengths[row]].tolist(), count) if one else []
+                for row, one in enumerate(sampled)]
+
+    NgramProposer.propose = propose
+    mamba_mixer2.causal_conv1d_update = update_convolution
+
+
+def _go_on(known: list[list[int]], tokens: list[int], count: int) -> list[int]:
+    for one in known:
+        if one[:len(tokens)] == tokens:
+            right = zlib.crc32(json.dumps(tokens).encode()) % (count + 2)  # one more: nothing is drafted
+            drafts = one[len(tokens):len(tokens) + count]
+            return [] if right > count else [token if at < right else 7 for at, token in enumerate(drafts)]
+    return []
+
+
+def update_convolution(x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                       activation: str | None, conv_state_indices: torch.Tensor,
+                       num_accepted_tokens: torch.Tensor | None, query_start_loc: torch.Tensor | None,
+                       **_: Any) -> torch.Tensor:
+    """`x`: [tokens, channels] of all requests, `conv_state`: [blocks, channels, tokens that are kept], `weight`:
+    [channels, width]. A request's state is in its first block, behind as many tokens as were accepted but one."""
+    rows, past, out = len(conv_state_indices), weight.shape[1] - 1, torch.empty_like(x)
+    starts = range(rows + 1) if query_start_loc is None else query_start_loc.tolist()
+    accepted = [1] * rows if num_accepted_tokens is None else num_accepted_tokens.tolist()
+    for row, block in enumerate(conv_state_indices.reshape(rows, -1)[:, 0].tolist()):
+        first, end, kept = starts[row], starts[row + 1], conv_state[block]
+        before = kept[:, accepted[row] - 1:accepted[row] - 1 + past]
+        joined = torch.cat([before, x[first:end].T.to(kept.dtype)], dim=1)
+        found = functional.conv1d(joined[None].to(weight.dtype), weight[:, None], bias, groups=len(weight))[0]
+        out[first:end] = (functional.silu(found) if activation else found).T.to(out.dtype)
+        kept[:, :joined.shape[1] - 1] = joined[:, 1:].clone()
+    return out
