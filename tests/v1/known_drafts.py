@@ -5,6 +5,7 @@ vLLM 0.32's CPU build updates the convolution's part of a Mamba-2 state as if no
 how many drafts were accepted. `update_convolution` is that kernel as vLLM's Triton form has it. And a tiny model of
 random weights repeats nothing, so an n-gram drafter would have nothing accepted: here it knows the answers.
 """
+import functools
 import json
 import zlib
 from pathlib import Path
@@ -17,6 +18,19 @@ from torch.nn import functional
 def draft_known(file: str) -> None:
     """From now on an engine that is forked from this process, with `ngram`, drafts as the sequences of tokens in this
     file go on, and does so wrongly now and then: of `count` drafts the first 0 to `count` are right."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    update = GPUModelRunner._update_states
+
+    @functools.wraps(update)
+    def replacing(runner: Any, step: Any) -> Any:
+        GPUModelRunner._update_states = update
+        _replace(file)  # with the first step: vLLM looks at all kernels that are imported before it loads a model
+        return update(runner, step)
+
+    GPUModelRunner._update_states = replacing
+
+
+def _replace(file: str) -> None:
     from vllm.model_executor.layers.mamba import mamba_mixer2
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
