@@ -98,6 +98,7 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
         "refused": "sliding_window kv_cache_dtype_skip_layers "
                    "prefix_caching_hash_algo enable_prefix_caching "  # with the store
                    "prefix_match_unit "  # by vLLM: another one than the block, in one group
+                   "use_replayssm "  # with recurrent states
                    "kv_offloading_size kv_offloading_backend "  # vLLM would replace our connector
                    "is_attention_free",
         "used": "num_gpu_blocks",
@@ -108,7 +109,7 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
                    "kv_cache_max_concurrency hash_block_size cache_hit_alignment_tokens _block_size_resolved "
                    "simple_cpu_offload_num_blocks?",
         "absent": "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
-                  "enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm use_kda_recoverssm "
+                  "enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_kda_recoverssm "
                   "swa_bounded_replay",
     },
     SchedulerConfig: {

@@ -400,7 +400,7 @@ def test_b80_a_model_that_cannot_take_part(monkeypatch, changes, words):
 
 @pytest.mark.parametrize("part, key, value, words", [
     ("parallel_config", "pipeline_parallel_size", 2, "pipeline_parallel_size=2.*use 1: stages of a model with"),
-    ("", "speculative_config", SimpleNamespace(method="ngram"), "speculative_config.method='ngram'.*remove it"),
+    ("cache_config", "use_replayssm", True, "use_replayssm=True.*remove it: it keeps beside the blocks"),
     ("cache_config", "prefix_match_unit", 16, "prefix_match_unit=16.*whole blocks"),
     ("scheduler_config", "disable_hybrid_kv_cache_manager", True, "disable_hybrid_kv_cache_manager=True.*leave"),
 ], ids=str)

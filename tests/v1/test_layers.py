@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.layers import check_groups, check_stored_groups
 from vllm_pd.v1.connector import PDConnector
-from vllm_pd.v1.groups import block_rows, states_name
+from vllm_pd.v1.groups import block_rows, draft_blocks, states_name
 
 try:
     from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
@@ -104,8 +104,7 @@ def test_b114_groups_of_blocks(grouping, layers, windows):
     ([WINDOW, NARROW], "all tokens in one group"),
     ([FULL, WINDOW, MAMBA], "all tokens in one group"),
     ([FULL, dataclasses.replace(MAMBA, mamba_cache_mode="all")], "--mamba-cache-mode align or none.*'all'"),
-    ([FULL, dataclasses.replace(MAMBA, num_speculative_blocks=2)], "without drafts"),
-], ids=["heads", "kept tokens", "windows only", "windows and states", "a state for each block", "drafts"])
+], ids=["heads", "kept tokens", "windows only", "windows and states", "a state for each block"])
 def test_b114_b80_other_groups_are_refused(grouping, layers, words):
     with pytest.raises(ConfigError, match=f"kv_cache_groups=.*{words}"):
         connect(grouping, *layers)
@@ -133,6 +132,17 @@ def test_b114_groups_of_states(grouping, layers, windows, name):
     assert not name or states_name(groups) != states_name(groups[::-1]), "layers of other places share other memory"
     if windows:
         assert layers[int(groups[rows.lead].layer_names[0].split(".")[1])] == FULL
+
+
+def test_b114_engines_that_draft_other_numbers_of_tokens_differ(grouping):
+    """Even where a state has the same shape. What a peer is granted is the same."""
+    groups = {drafts: connect(grouping, FULL, dataclasses.replace(MAMBA, num_speculative_blocks=drafts))
+              for drafts in (0, 2, 3)}
+    assert block_rows(groups[0]) == block_rows(groups[2]) == block_rows(groups[3])
+    assert [draft_blocks(each) for each in groups.values()] == [0, 2, 3]
+    names = [states_name(each) for each in groups.values()]
+    assert names[0].startswith("MAMBA2 4x2048:float32 in 2 groups") and len(set(names)) == 3
+    assert names[1].startswith("MAMBA2 4x2048:float32 for 2 drafts in 2 groups")
 
 
 def test_b114_a_state_for_all_tokens_of_a_request(grouping):

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """B114: layers with a recurrent state: of each of their groups one block goes from a prefill engine to a decode engine,
 and every answer is that of one engine (tests/v1/states.py)."""
+import functools
+
 import pytest
 
 from tests.v1 import simulated
-from tests.v1.simulated import BLOCK_SIZE, WrongRead
-from tests.v1.states import StateEngine
+from tests.v1.drafting import WrongDraft, with_drafter
+from tests.v1.simulated import BLOCK_SIZE, Engine, WrongRead
+from tests.v1.states import DraftingStateEngine, StateEngine
 from tests.v1.test_windows import (
     LENGTHS,
     hand_over,
@@ -26,6 +29,19 @@ HISTORIES = 100
 MOST = 400  # histories until a planted defect is found
 
 
+def drafting(folder, in_flight: int = 1, *, drafter: str, mode: str = "align", batch_tokens: int = 128,
+             **settings) -> DraftingStateEngine:
+    """An engine with this drafter; `settings` as of `StateEngine`."""
+    config = Engine(folder, in_flight, caching=mode != "none", batch_tokens=batch_tokens).config
+    return DraftingStateEngine(folder, in_flight, config=with_drafter(config, folder, drafter), mode=mode, **settings)
+
+
+MAKERS = {"": StateEngine, "ngram": functools.partial(drafting, drafter="ngram"),
+          "eagle": functools.partial(drafting, drafter="eagle", is_flagged=False),
+          "mtp": functools.partial(drafting, drafter="eagle")}
+EACH = pytest.mark.parametrize("drafter, in_flight", [("ngram", 1), ("ngram_gpu", 2), ("eagle", 1), ("eagle", 2)])
+
+
 @pytest.fixture(autouse=True)
 def quiet(caplog):
     caplog.set_level("CRITICAL", logger="vllm.pd")
@@ -33,9 +49,10 @@ def quiet(caplog):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("groups", GROUPS)
-def test_b114_every_length_of_a_remote_prompt(model_folder, groups, mode):
-    """Around each border of a block."""
-    engine = StateEngine(model_folder, windows=groups, mode=mode, blocks=400)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_b114_every_length_of_a_remote_prompt(model_folder, groups, mode, maker):
+    """Around each border of a block. Blocks for the states of drafts are no peer's matter."""
+    engine = MAKERS[maker](model_folder, windows=groups, mode=mode, blocks=400)
     for length in LENGTHS:
         hand_over(engine, f"r{length}", prompt_of(length))
         token_ids, block_ids, cached = engine.protocol.jobs[engine.attempt(f"r{length}")]
@@ -47,18 +64,63 @@ def test_b114_every_length_of_a_remote_prompt(model_folder, groups, mode):
 
 @pytest.mark.parametrize("checkpoints", [0, 1])
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("batch_tokens", [16, 33, 512])
+@pytest.mark.parametrize("maker, batch_tokens", [("", 16), ("", 33), ("", 512), ("ngram", 33), ("mtp", 512)])
 @pytest.mark.parametrize("mode, chunks", [("align", False), ("align", True), ("none", True)])
-def test_b114_every_length_of_a_job(model_folder, groups, batch_tokens, mode, chunks, checkpoints):
+def test_b114_every_length_of_a_job(model_folder, groups, batch_tokens, mode, chunks, checkpoints, maker):
     """P sends the state after the prompt, with D's prefix hit or without, whole or in chunks."""
-    send_every_length(StateEngine(model_folder, windows=groups, mode=mode, checkpoints=checkpoints, blocks=200,
-                                  push_chunks=chunks, batch_tokens=batch_tokens))
+    send_every_length(MAKERS[maker](model_folder, windows=groups, mode=mode, checkpoints=checkpoints, blocks=200,
+                                    push_chunks=chunks, batch_tokens=batch_tokens))
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-def test_b114_a_prefix_hit_of_every_length(model_folder, groups):
+@pytest.mark.parametrize("maker", MAKERS)
+def test_b114_a_prefix_hit_of_every_length(model_folder, groups, maker):
     """D has the KV of the beginning, mostly without the state after it: P writes the rest, and the state."""
-    hand_over_with_hits(StateEngine(model_folder, windows=groups, blocks=400))
+    hand_over_with_hits(MAKERS[maker](model_folder, windows=groups, blocks=400))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("mode", MODES)
+@EACH
+def test_b114_b113_drafts_after_a_state_of_a_peer(model_folder, drafter, in_flight, groups, mode):
+    """Of all lengths, all numbers of them accepted, with answers over several blocks."""
+    engine = drafting(model_folder, in_flight, drafter=drafter, windows=groups, mode=mode, blocks=400)
+    for length in range(BLOCK_SIZE + 2, 3 * BLOCK_SIZE + 3):
+        engine.add(f"r{length}", prompt_of(length), 40)
+        engine.run()
+        engine.prefilled(f"r{length}")
+        engine.run()
+    engine.check_answers()
+    engine.check_at_rest()
+    assert 0.3 * engine.counts["drafts"] < engine.counts["accepted"] < 0.7 * engine.counts["drafts"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_b20_b113_b114_a_prompt_that_leaves_no_block_for_states_of_drafts_is_computed_here(model_folder, mode):
+    """Or V1 would wait for blocks for ever. `here`: by how many blocks an engine has, which do for the prompt alone."""
+    here = {}
+    for blocks in range(8, 32):
+        make = functools.partial(MAKERS["ngram"], model_folder, windows=GROUPS[1], mode=mode, blocks=blocks)
+        if not _ends(make(threshold=10**6)):
+            assert not here
+            continue
+        engine = make()
+        assert _ends(engine), f"no end with {blocks} blocks"
+        engine.check_answers()
+        engine.check_at_rest()
+        here[blocks] = not engine.protocol.jobs
+    assert list(here.values()) == [mode == "none", *[False] * (len(here) - 1)], "align keeps a block more for later"
+
+
+def _ends(engine: DraftingStateEngine) -> bool:
+    """Whether a prompt of some blocks does, with a peer's help where it is asked for."""
+    engine.add("a", prompt_of(4 * BLOCK_SIZE + 1), 2)
+    for _ in range(100):
+        if engine.has_work():
+            engine.turn()
+        elif engine.binding.remote_prefills.parked_ids():
+            engine.prefilled("a")
+    return "a" in engine.ended
 
 
 def test_b114_b97_a_hit_of_kv_without_its_state_is_no_hit_of_a_job(model_folder):
@@ -111,18 +173,19 @@ def test_b114_whole_prompts_would_be_wrong_everywhere(model_folder, monkeypatch)
             hand_over(engine, "r", prompt_of(length))
 
 
-def settings(seed: int, in_flight: int):
+def settings(seed: int, in_flight: int, drafter: str = ""):
     """Of an engine that a history is played on."""
     drawn, steps = history(seed)
     mode = MODES[seed // 2 % 4 == 3]
+    blocks = drawn.blocks + (10 if seed % 4 else 34) + (8 if drafter else 0)
     return drawn._replace(in_flight=in_flight, stages=simulated.STAGES, windows=GROUPS[seed % len(GROUPS)],
                           states=mode, checkpoints=seed // 10 % 2, caching=mode != "none", reads="never",
-                          blocks=drawn.blocks + (10 if seed % 4 else 34)), steps
+                          drafter=drafter, blocks=blocks), steps
 
 
-def first_failure(folder, in_flight: int, histories: int) -> str:
+def first_failure(folder, in_flight: int, histories: int, drafter: str = "") -> str:
     for seed in range(histories):
-        setting, steps = settings(seed, in_flight)
+        setting, steps = settings(seed, in_flight, drafter)
         if found := failure(folder, setting, steps):
             return "\n".join(map(str, (f"seed {seed}: {found}", setting, *shrink(folder, setting, steps))))
     return ""
@@ -131,6 +194,12 @@ def first_failure(folder, in_flight: int, histories: int) -> str:
 @pytest.mark.search
 def test_b114_b20_b34_any_order(model_folder, in_flight):
     assert not first_failure(model_folder, in_flight, HISTORIES)
+
+
+@pytest.mark.search
+@EACH
+def test_b114_b113_b20_b34_any_order_with_a_drafter(model_folder, drafter, in_flight):
+    assert not first_failure(model_folder, in_flight, HISTORIES, drafter)
 
 
 def states_of_another_group(monkeypatch):
@@ -164,3 +233,51 @@ def test_b114_the_search_finds_planted_defects(model_folder, in_flight, defect, 
     defect(monkeypatch)
     monkeypatch.setattr("tests.v1.test_states.shrink", lambda *history: ())
     assert first_failure(model_folder, in_flight, MOST)
+
+
+def states_at(monkeypatch, place):
+    """Those of another entry of the table, by where the right one is."""
+    pick = BlockRows.pick
+
+    def mistaken(rows, tables, tokens, cached):
+        right = (tokens - 1) // (rows.state_tokens or 1)
+        tables = [table if not window else [*table[:right], table[place(table, right)], *table[right + 1:]]
+                  for window, table in zip(rows.windows, tables, strict=True)]
+        return pick(rows, tables, tokens, cached)
+
+    monkeypatch.setattr(BlockRows, "pick", mistaken)
+
+
+def the_first_state_of_a_draft(monkeypatch):
+    states_at(monkeypatch, lambda table, right: right + 1)
+
+
+def the_last_block_of_the_table(monkeypatch):
+    states_at(monkeypatch, lambda table, right: -1)
+
+
+def the_block_before(monkeypatch):
+    states_at(monkeypatch, lambda table, right: right - 1)
+
+
+@pytest.mark.parametrize("defect", [whole_prompts, jobs_go_on_after_their_prompt, the_first_state_of_a_draft,
+                                    the_last_block_of_the_table, the_block_before])
+@EACH
+def test_b114_b113_the_search_finds_planted_defects_with_a_drafter(model_folder, drafter, in_flight, defect,
+                                                                   monkeypatch):
+    defect(monkeypatch)
+    monkeypatch.setattr("tests.v1.test_states.shrink", lambda *history: ())
+    assert first_failure(model_folder, in_flight, MOST, drafter)
+
+
+def next_token_left_to_the_model(monkeypatch):
+    """P samples it, as without a drafter."""
+    monkeypatch.setattr("vllm_pd.v1.decode.ParkedRequests._next_token", lambda prefills, request: None)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_b114_b113_a_drafter_reads_the_entry_of_the_last_token_before(model_folder, in_flight, monkeypatch):
+    next_token_left_to_the_model(monkeypatch)
+    engine = drafting(model_folder, in_flight, drafter="eagle", windows=(0, STATE), blocks=400)
+    with pytest.raises(WrongDraft, match="position 49 is read"):
+        hand_over(engine, "a", prompt_of(51))

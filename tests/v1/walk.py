@@ -22,7 +22,7 @@ from vllm.v1.request import RequestStatus
 from tests.v1 import simulated
 from tests.v1.drafting import TOKENS, DraftingEngine, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, PEER, Engine, FakeAccess, ScopedTokens, contents, seed_of
-from tests.v1.states import StateEngine
+from tests.v1.states import DraftingStateEngine, StateEngine
 from tests.v1.windows import DraftingWindowEngine, WindowEngine
 from vllm_pd.decisions.measured import StepSpeed
 from vllm_pd.protocol.actions import Cancelled, FallbackReason, HoldEnd, HoldEnded, Prefilled, Released
@@ -30,6 +30,7 @@ from vllm_pd.protocol.hashes import token_digest
 from vllm_pd.protocol.holds import hold_params
 from vllm_pd.protocol.messages import Attempt, Timings
 from vllm_pd.protocol.metaserver import request_of
+from vllm_pd.protocol.rows import STATE
 from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.transfer.requests import Read, Write
 
@@ -133,8 +134,8 @@ class Walk:
         self.in_flight = setting.in_flight
         make = DraftingEngine if setting.drafter else Engine
         if setting.states:
-            make = functools.partial(StateEngine, windows=setting.windows, mode=setting.states,
-                                     checkpoints=setting.checkpoints)
+            make = functools.partial(DraftingStateEngine if setting.drafter else StateEngine, windows=setting.windows,
+                                     mode=setting.states, checkpoints=setting.checkpoints)
         elif setting.windows:
             make = functools.partial(DraftingWindowEngine if setting.drafter else WindowEngine, windows=setting.windows)
         self.engine = make(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,
@@ -290,6 +291,7 @@ class Walk:
         drafts = 2 * TOKENS if self.setting.drafter else 0  # those of a step, and those after it
         others = sum(-(-(window + self.in_flight * self.setting.batch_tokens) // BLOCK_SIZE) + 1
                      for window in self.setting.windows if window)  # blocks that a request may have of the other groups
+        others += TOKENS * self.setting.windows.count(STATE) if self.setting.states and drafts else 0
         return prompt[:(self.setting.blocks - 1 - others) * BLOCK_SIZE - tokens - 1 - drafts]
 
     # What may happen.

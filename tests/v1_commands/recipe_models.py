@@ -38,10 +38,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm-dsa": {**BASE, **LATENT, **EXPERTS, "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa",
                 "index_topk": 64, "index_n_heads": 8, "index_head_dim": 32, "num_nextn_predict_layers": 1},
     "qwen3-next": {**BASE, **QWEN_EXPERTS, **LINEAR, "architectures": ["Qwen3NextForCausalLM"],
-                   "model_type": "qwen3_next"},
+                   "model_type": "qwen3_next", "num_nextn_predict_layers": 1},
     "nemotron-h": {**BASE, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
                    "hybrid_override_pattern": "M-M*", "mamba_num_heads": 16, "mamba_head_dim": 32, "ssm_state_size": 16,
-                   "n_groups": 8, "conv_kernel": 4, "chunk_size": 16},
+                   "n_groups": 8, "conv_kernel": 4, "chunk_size": 16, "num_nextn_predict_layers": 1,
+                   "mtp_hybrid_override_pattern": "*"},
     "kimi-k3": {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16",
                 "text_config": {**BASE, **LATENT, "model_type": "kimi_linear", "linear_attn_config": {
                     "full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 16, "head_dim": 32,

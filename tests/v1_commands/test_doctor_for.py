@@ -87,8 +87,7 @@ class TestLines:
         "index": lambda models: line(models["glm-dsa"]),
         "dtype of the cache": lambda models: line(models["deepseek-v3"], flags="--kv-cache-dtype fp8_ds_mla"),
         "offloading": lambda models: line(models["llama"], flags="--kv-offloading-size 4"),
-        "drafter": lambda models: line(models["nemotron-h"], flags="--speculative-config "
-                                       "'{\"method\": \"ngram\", \"num_speculative_tokens\": 2}'"),
+        "states elsewhere": lambda models: line(models["nemotron-h"], flags="--use-replayssm"),
         "hybrid": lambda models: line(models["llama"], extra={"store": {}},
                                       flags="--no-disable-hybrid-kv-cache-manager"),
         "scheduler": lambda models: line(models["llama"], flags="--scheduler-cls my.Scheduler"),
@@ -152,7 +151,7 @@ class TestLines:
         ("index", "index_topk=64 can't be used", "second cache"),
         ("dtype of the cache", "kv_cache_dtype='fp8_ds_mla' can't be used", "use one of"),
         ("offloading", "kv_offloading_size='4' can't be used", "remove --kv-transfer-config"),
-        ("drafter", "speculative_config.method='ngram' can't be used", "recurrent states"),
+        ("states elsewhere", "use_replayssm=True can't be used", "recurrent states"),
         ("hybrid", "disable_hybrid_kv_cache_manager=False can't be used", "leave --no-disable"),
         ("scheduler", "scheduler_cls='my.Scheduler' can't be used", "remove it"),
         ("policy", "kv_load_failure_policy='fail' can't be used", "remove it"),
@@ -254,6 +253,9 @@ class TestPairs:
                       line(models["llama"], "kv_consumer", decode.replace("DRAFTER", drafter))]
         lines += [line(models["nemotron-h"], role, f"--enable-prefix-caching --tensor-parallel-size {ranks}")
                   for role, ranks in (("kv_producer", 1), ("kv_consumer", 2))]
+        lines += [line(models["nemotron-h"], role, "--speculative-config "
+                       f"'{{\"method\": \"ngram\", \"num_speculative_tokens\": {tokens}}}'")
+                  for role, tokens in (("kv_producer", 1), ("kv_consumer", 2))]
         lines += [line(models["gpt-oss"], role, flag) for role, flag in (
             ("kv_producer", ""), ("kv_consumer", "--disable-hybrid-kv-cache-manager"))]
         lines += [line(models["llama"], "kv_producer"), line(models["qwen3"], "kv_consumer")]
@@ -262,7 +264,8 @@ class TestPairs:
                   for port in (5700, 5701)]
         lines += [line(models["llama"], "kv_producer", "--tensor-parallel-size 2 --nnodes 2"), line(models["llama"])]
         lines += [line(models["llama"], "kv_producer", extra={"transport": "torch"}), line(models["llama"])]
-        names = [*self.CASES, "ranks of states", "groups", "other model", "P and P", "brokers", "refused", "transports"]
+        names = [*self.CASES, "ranks of states", "drafts after states", "groups", "other model", "P and P", "brokers",
+                 "refused", "transports"]
         previews = preview(*lines)
         return {name: list(judge_lines(pair)) for name, pair in zip(
             names, zip(previews[::2], previews[1::2], strict=True), strict=True)}
@@ -280,6 +283,7 @@ class TestPairs:
         ("ranks that share no heads", "differ in tp: 3 and 2"),
         ("other drafter", " with draft_model:"),
         ("ranks of states", "differ in tp: 2 and 1"),
+        ("drafts after states", "differ in states: 'recurrent, num_speculative_tokens 2' and 'recurrent, num_"),
         ("groups", "differ in windows: () and (0, 128)"),
         ("other model", "differ in model: 'Qwen3ForCausalLM:"),
         ("transports", "differ in transport: 'nixl' and 'torch'"),

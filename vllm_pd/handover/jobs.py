@@ -76,7 +76,7 @@ class OpenTransfer(NamedTuple):
 class PrefillCapacity:
     """The sizes of a prefill engine. `token_bytes` is the KV of one token, over all layers and ranks, `batch_tokens`
     the tokens of one batch, `total_blocks` its KV blocks, `rows` how its layers are grouped, `steps` how many steps
-    may be in flight."""
+    may be in flight, `draft_blocks` how many blocks a request has for the states of drafts."""
     rows: BlockRows
     vocab_size: int
     ranks: int
@@ -85,15 +85,17 @@ class PrefillCapacity:
     batch_tokens: int
     total_blocks: int
     steps: int = 1
+    draft_blocks: int = 0
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks a prompt of so many tokens takes at most while it is computed. A group with a window has
-        those of the window and of what the steps in flight compute, one with states those of the last ones."""
+        those of the window and of what the steps in flight compute, one with states those of the last ones and of
+        drafts."""
         size, windows, states = self.rows.block_size, self.rows.windows or (0, ), self.rows.state_tokens
         each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + size)
                 for window in windows if not window or not states]
         some = min(-(-tokens // states), STATE_BLOCKS + self.steps) * (len(windows) - len(each)) if states else 0
-        return sum(-(-one // size) for one in each) + some
+        return sum(-(-one // size) for one in each) + some + self.draft_blocks
 
 
 def read_key(attempt: Attempt) -> str:

@@ -5,7 +5,8 @@ A drafter that guesses by tokens alone has no state: the decode engine has the w
 need none. One that is a model has layers of its own. Where their KV has the target's shape, V1 keeps it in the target's
 blocks, so it is registered, sent, held and read as that of any other layer. Then both engines must have the same
 drafter, or its KV of a prompt is missing or another's: every answer would be right, and fewer drafts accepted, which
-nobody would see. So it is in the fingerprint. How many tokens are drafted at a time is each engine's own matter.
+nobody would see. So it is in the fingerprint. How many tokens are drafted at a time is each engine's own matter, but
+beside recurrent states, whose size depends on it.
 
 What a drafter writes for a token may depend on the next one. Of a prompt's last token the decode engine computes it
 itself, with the token that it samples. Of the last one of a prefix hit V1 has it computed again (it drops a block).
@@ -54,6 +55,9 @@ def check_drafter(config: VllmConfig) -> None:
         raise ConfigError("pipeline_parallel_size", config.parallel_config.pipeline_parallel_size,
                           f"use 1 with the drafter {drafting.method}: its layers are on the last stage only, which was "
                           "not tried")
+    if drafting.draft_model_config.has_inner_state:
+        raise ConfigError("speculative_config.model", drafting.draft_model_config.model, "use a drafter without "
+                          "recurrent states: which of its states a peer needs is not known here")
     own, target = drafting.kv_cache_dtype, config.cache_config.cache_dtype
     if own not in (None, target):
         raise ConfigError("speculative_config.kv_cache_dtype", own,

@@ -79,14 +79,14 @@ def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = Fals
     """What can't be together with recurrent states. Raises ConfigError."""
     if not config.model_config.has_inner_state:
         return
-    scheduler, drafting, cache = config.scheduler_config, config.speculative_config, config.cache_config
+    scheduler, cache = config.scheduler_config, config.cache_config
     stages = config.parallel_config.pipeline_parallel_size
     model = f"of a model with recurrent states ({config.model_config.model})"
     for key, value, cure in (
         ("store", has_store, f"leave it out: the store keeps KV, and nothing {model}"),
         ("OffloadingConnector", is_offloading, f"leave it out: it was not tried with the states {model}"),
         ("pipeline_parallel_size", stages > 1 and stages, f"use 1: stages {model} were not tried"),
-        ("speculative_config.method", drafting and drafting.method, f"remove it: drafts {model} were not tried"),
+        ("use_replayssm", cache.use_replayssm, f"remove it: it keeps beside the blocks how far the states {model} are"),
         ("prefix_match_unit", cache.prefix_match_unit, f"remove it: prefix hits {model} must be whole blocks"),
         ("disable_hybrid_kv_cache_manager", scheduler.disable_hybrid_kv_cache_manager,
          f"leave --disable-hybrid-kv-cache-manager away: the states {model} need groups of their own"),
@@ -124,10 +124,10 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
                           f"type, kept tokens) are {sorted(map(str, shapes))}{in_one}")
     states = {(spec.block_size, spec.mamba_cache_mode, spec.num_speculative_blocks)
               for each, kind in zip(specs, kinds, strict=True) if kind == {MambaSpec} for spec in each}
-    if len(states) > 1 or any(mode == "all" or blocks for _, mode, blocks in states):
+    if len(states) > 1 or any(mode == "all" for _, mode, _ in states):
         raise ConfigError("kv_cache_groups", names, "serve a model whose states are all kept in one way, with "
-                          "--mamba-cache-mode align or none, without drafts: here (tokens of a block, mode, blocks for "
-                          f"drafts) are {sorted(states)}")
+                          "--mamba-cache-mode align or none: here (tokens of a block, mode, blocks for drafts) are "
+                          f"{sorted(states)}")
 
 
 def choose_one_group(config: VllmConfig, is_asked_for: bool, has_store: bool, is_offloading: bool = False) -> None:

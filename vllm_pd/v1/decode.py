@@ -32,7 +32,7 @@ from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.features import can_go_remote, scope_of
-from vllm_pd.v1.groups import usable_hit
+from vllm_pd.v1.groups import draft_blocks, usable_hit
 from vllm_pd.v1.media import MediaBook
 from vllm_pd.v1.spans import PromptSpans
 
@@ -55,6 +55,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         cache, batch = scheduler.cache_config, scheduler.scheduler_config
         for_drafts = scheduler._spec_decode_step_blocks  # V1 parks a request only where so many are free beside it
         blocks = cache.num_gpu_blocks - (for_drafts + 1 if for_drafts else 0)  # nor is its null block ever free
+        blocks -= draft_blocks(scheduler.kv_cache_config.kv_cache_groups)
         super().__init__(config, session, DecodeCapacity(rows, blocks, batch.max_num_seqs,
                                                          scheduler.max_num_scheduled_tokens), metrics, speed)
         self._rows = rows

@@ -26,6 +26,13 @@ def block_rows(groups: Sequence[KVCacheGroupSpec]) -> BlockRows:
     return BlockRows(size, windows if len(windows) > 1 else (), max(states, default=0))
 
 
+def draft_blocks(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """How many blocks a request has, of all groups together, for the states after tokens that are drafted."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+    return sum(spec.num_speculative_blocks for group in groups for spec in layer_specs(group.kv_cache_spec)[:1]
+               if isinstance(spec, MambaSpec))
+
+
 def usable_hit(scheduler: Scheduler, rows: BlockRows, request: Request, cached_tokens: int) -> int:
     """How many of the `cached_tokens` a request uses if no peer computes the rest. V1 looks up with those whose KV is
     cached; the state after them may not be, and then it begins at an earlier one."""
@@ -44,12 +51,16 @@ def state_layers(groups: Sequence[KVCacheGroupSpec]) -> list[str]:
 
 def states_name(groups: Sequence[KVCacheGroupSpec]) -> str:
     """For `Fingerprint.states`: what a block of the groups with states holds, of one rank, and, as layers of different
-    groups share memory by their places in these, a digest of the groups. "" without states."""
+    groups share memory by their places in these, a digest of the groups. "" without states. With drafts a convolution's
+    part has room for so many more tokens, so engines that draft other numbers of tokens differ."""
     from vllm.v1.kv_cache_interface import MambaSpec
     kinds = {" ".join([spec.mamba_type.name, *(f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
                                                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))])
              for group in groups for spec in layer_specs(group.kv_cache_spec) if isinstance(spec, MambaSpec)}
+    drafts = {spec.num_speculative_blocks for group in groups for spec in layer_specs(group.kv_cache_spec)
+              if isinstance(spec, MambaSpec) and spec.num_speculative_blocks}
     if not kinds:
         return ""
     names = hashlib.sha256("\n".join(" ".join(group.layer_names) for group in groups).encode()).hexdigest()[:8]
-    return f"{', '.join(sorted(kinds))} in {len(groups)} groups {names}"
+    each = "".join(f" for {count} drafts" for count in drafts)
+    return f"{', '.join(sorted(kinds))}{each} in {len(groups)} groups {names}"

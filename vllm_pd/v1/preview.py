@@ -327,7 +327,8 @@ def known_fingerprint(config: VllmConfig, ours: PDConfig, hub_name: str) -> Fing
     layers = model.get_total_num_hidden_layers() + drafter_layers(config)
     shape = CacheShape(str(model.dtype).removeprefix("torch."), cache.block_size, layers, layout)
     found = fingerprint(_without_weights(config), shape, "", _windows(config),
-                        "recurrent" if model.has_inner_state else "")
+                        f"recurrent, num_speculative_tokens {config.num_speculative_tokens}"
+                        if model.has_inner_state else "")
     name = f" of {hub_name} at {Path(model.model).name}" if hub_name else ""
     return msgspec.structs.replace(found, model=found.model + name, transport=ours.transport)
 

@@ -354,6 +354,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("VllmConfig.weight_transfer_config", "refused"),
         Required("VllmConfig.diffusion_config", "refused with the store"),
         Required("VllmConfig.num_prefill_lookahead_tokens", "a drafter of several modules is refused", takes=()),
+        Required("VllmConfig.num_speculative_tokens", "with recurrent states both engines draft as many", takes=()),
         Required("VllmConfig.shutdown_timeout", "how long the first process of a server lets the others drain"),
     ),
     "v1/core/kv_cache_coordinator.py": (
@@ -374,6 +375,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "config/aux_output.py": (Required("AuxOutputConfig.enable_return_routed_experts", "refused"), ),
     "config/cache.py": (
         Required("CacheConfig.kv_cache_dtype_skip_layers", "refused"),
+        Required("CacheConfig.use_replayssm", "refused"),
         Required("CacheConfig.prefix_caching_hash_algo", "the names of blocks in the store must be equal everywhere"),
     ),
     "config/model_arch.py": (Required("ModelArchitectureConfig.__getitem__", _LAYERS, takes=("layer_idx", )), ),

@@ -12,6 +12,7 @@ import msgspec
 from vllm_pd.decisions.prefix import PrefixReads
 from vllm_pd.handover.jobs import PrefillCapacity
 from vllm_pd.handover.reload import watch_reload
+from vllm_pd.model.drafter import drafter_layers
 from vllm_pd.peer.agent import ControlAgent
 from vllm_pd.protocol.scope import SALT
 from vllm_pd.rpc.ports import require_free_front
@@ -22,7 +23,7 @@ from vllm_pd.v1.adapters import watch_adapters
 from vllm_pd.v1.binding import V1Handover
 from vllm_pd.v1.engine_access import EngineAccess
 from vllm_pd.v1.events import publishes_events, report_load
-from vllm_pd.v1.groups import block_rows, state_layers, states_name
+from vllm_pd.v1.groups import block_rows, draft_blocks, state_layers, states_name
 from vllm_pd.v1.media import make_media_book
 from vllm_pd.v1.metrics import MetricsRecorder
 from vllm_pd.v1.settings import front_of_rank, read_settings
@@ -55,6 +56,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     kv_layers = None
     if rows.state_tokens:  # then there is one stage: these are all layers
         kv_layers = sum(len(group.layer_names) for group in groups) - len(state_layers(groups))
+        kv_layers -= drafter_layers(vllm_config)
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes,
                                               TransportChoice.of(config.transport, config.transport_host),
@@ -69,7 +71,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
                                vllm_config.parallel_config.world_size, token_bytes(vllm_config, kv_layers),
                                bool(vllm_config.cache_config.enable_prefix_caching),
                                engine.scheduler.max_num_scheduled_tokens, vllm_config.cache_config.num_gpu_blocks,
-                               1 + vllm_config.scheduler_config.async_scheduling)
+                               1 + vllm_config.scheduler_config.async_scheduling, draft_blocks(groups))
     binding = make(config, engine.scheduler, access, agent, transfer, capacity, MetricsRecorder(),
                    make_media_book(vllm_config, config.role, rows.own_tokens, config.media))
     watch_reload(engine, binding.weights_replaced)
