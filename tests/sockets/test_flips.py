@@ -130,6 +130,28 @@ def test_engines_change_one_after_the_other_until_the_split_is_as_wanted(fleet):
     assert fleet.roles() == sorted([PREFILL, PREFILL, BOTH])
 
 
+def test_half_of_the_engines_change_at_a_time(fleet):
+    for _ in range(4):
+        fleet.add(BOTH)
+    with planner(fleet, "--flip") as (said, _):
+        wait_for(lambda: said().count("flip done") == 2, said)
+    [line] = [line for line in said().splitlines() if "; flips " in line]
+    assert line.count(" to kv_producer") == 2 and fleet.roles() == sorted([PREFILL, PREFILL, BOTH, BOTH])
+
+
+def test_the_last_engine_of_all_may_decode(fleet):
+    """No other prefill engine is left then, and clients come first."""
+    agent = fleet.add(BOTH, PREFILL)
+    assert fleet.order(agent, DECODE) == (True, "") and fleet.roles() == [DECODE]
+
+
+def test_an_order_that_the_registry_does_not_show_is_no_success(fleet, monkeypatch):
+    monkeypatch.setattr(flip_orders, "SHOWN_S", 0.0)
+    fleet.add(DECODE)
+    given, problem = fleet.order(fleet.add(BOTH), PREFILL)
+    assert given and "does not show the new role yet" in problem
+
+
 def test_a_dry_run_gives_no_order(fleet):
     for _ in range(3):
         fleet.add(BOTH)

@@ -5,6 +5,7 @@ The number of prefill engines that is wanted is given, whichever rule would say 
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.ops import planner as planner_module
 from vllm_pd.ops.fleet_looks import WANTED
 from vllm_pd.ops.flip_orders import OrderResult
-from vllm_pd.ops.flips import LATE_S, Flip, FlipBounds, FlipOutcome, is_over, roles_of
+from vllm_pd.ops.flips import ASKED_AT_ONCE, LATE_S, Flip, FlipBounds, FlipOutcome, is_over, roles_of
 from vllm_pd.ops.options import PlannerOptions
 from vllm_pd.ops.planner import FleetPlanner, PlannerFamilies
 from vllm_pd.ops.scrape import parse
@@ -118,7 +119,7 @@ class PlayedFleet:
             return OrderResult(True, "this engine was started as kv_consumer")
         self.later.append((self.now + self.lag_s, name, to))
         self.show()
-        return OrderResult(True)
+        return OrderResult(True, "the registry does not show the new role yet" * bool(self.lag_s))
 
     def show(self) -> None:
         """The registry shows what was changed `lag_s` ago."""
@@ -237,13 +238,51 @@ def test_orders_that_come_after_one_that_failed_are_not_given(given):
     assert changed.names() == ["a"] and changed.flips(FlipOutcome.SKIPPED) == 1
 
 
-def test_those_that_change_count_at_their_new_role_when_the_last_one_is_sought(given):
-    """With all orders of a look given before the registry shows any, one engine of the role is left all the same."""
+def test_after_an_order_that_the_registry_shows_late_no_other_one_of_the_look_is_given(given):
     given.wanted = 3
-    fleet = PlayedFleet(FOUR, at_once=3)
+    fleet = PlayedFleet({"p": PREFILL, **dict.fromkeys("abcd", DECODE)}, at_once=3)
     fleet.lag_s = 25.0
     fleet.run(30)
-    assert len(fleet.names()) == len(set(fleet.names())) and len(fleet.decodes()) == 1
+    times = [at_s for at_s, _, _ in fleet.orders]
+    assert len(fleet.names()) == len(set(fleet.names())) == 2 and len(set(times)) == 2
+    assert fleet.flips(FlipOutcome.DONE) == 2 and not fleet.flips(FlipOutcome.SKIPPED)
+
+
+def test_orders_take_a_limited_time_of_a_look(given, monkeypatch):
+    """What was read is old then. The others are decided anew."""
+    given.wanted = 4
+    fleet = PlayedFleet({"p": PREFILL, **dict.fromkeys("abcdef", DECODE)}, at_once=3)
+    clock = itertools.count(0, planner_module.ORDERS_S / 2)
+    monkeypatch.setattr(planner_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    fleet.run(30)
+    times = [at_s for at_s, _, _ in fleet.orders]
+    assert len(times) == 3 and len(set(times)) == 3
+
+
+def test_an_engine_that_is_well_is_left_in_the_role(given):
+    """Of five decode engines three are degraded, which don't change and don't count."""
+    given.wanted = 5
+    fleet = PlayedFleet({"p": PREFILL, **dict.fromkeys("abcde", DECODE)}, at_once=5)
+    for name in "ace":
+        fleet.engines[name].figures = 'vllm:pd_degraded{reason="broker"} 1.0\nvllm:num_requests_running 0.0\n'
+    fleet.run(60)
+    assert fleet.names() == ["b"]
+
+
+def test_many_that_change_are_asked_in_turns(given):
+    """Also if the first ones never end."""
+    given.wanted = 41
+    fleet = PlayedFleet({"p": PREFILL, **{f"e{number}": DECODE for number in range(63)}}, at_once=40)
+    for one in fleet.engines.values():
+        one.open_requests = 1
+    fleet.run_until_order(40)
+    asked = set()
+    for _ in range(4):
+        fleet.run(1)
+        now = fleet.asked[id(fleet.planner)] & set(fleet.names())
+        assert len(now) <= ASKED_AT_ONCE
+        asked |= now
+    assert asked == set(fleet.names())
 
 
 def test_as_many_may_change_as_orders_are_left_in_this_hour(given):

@@ -11,9 +11,9 @@ done, each with a fleet in virtual time (`vllm_pd.decisions.virtual_fleet`) that
 
 Of each the good requests are summed up, and fade with HALF_LIFE_S. Another candidate is followed when it leads by
 MARGIN of that sum, and more the more often that has happened in the last hour, and by what the change would cost. What
-a candidate promises is corrected by what was seen while it was followed, and at times at which the real engines had its
-split, too. All trackers are believed as much as each other: if changes take longer than in virtual time, all promise
-too much.
+a fixed split promises is corrected by what was seen while the real engines had it, what trackers promise by what was
+seen while one of them was followed and obeyed. All are believed as much as each other: if changes take longer than in
+virtual time, all promise too much.
 
 The length of an answer is known at its end only. So virtual time is DELAY_S behind, and a request has the mean length
 of the answers that ended about when its own did. Trackers are given what was known then.
@@ -73,7 +73,8 @@ class _Trust:
 
     def factor(self, doubt: float) -> float:
         """What a promise is worth. `doubt`: requests."""
-        return min(MOST_TRUST, (self._kept + doubt) / (self._promised + doubt)) if doubt > 0 else 1.0
+        promised = self._promised + doubt
+        return min(MOST_TRUST, (self._kept + doubt) / promised) if promised > 0 else 1.0
 
 
 class _Candidate:
@@ -82,7 +83,6 @@ class _Candidate:
     def __init__(self, fleet: VirtualFleet, name: str, trust: _Trust) -> None:
         self.fleet, self.name, self.trust = fleet, name, trust
         self.gained = 0.0
-        self.changed_at = float("-inf")  # when its split was another one
 
     def value(self, doubt: float) -> float:
         """What it has gained, corrected by how its promises were kept."""
@@ -232,11 +232,11 @@ class SplitPlanner:
             *self._fixed.values(), *(_Tracker(fleet(), patience_s, self._room, trackers) for patience_s in PATIENCE_S)]
         self._trusts = [*(one.trust for one in self._fixed.values()), trackers]
         self._followed: _Candidate = self._fixed[now]
-        self._now = self._followed_at = float("-inf")
+        self._now, self._followed_at = float("-inf"), float("inf")
         self._chosen = now
         self._has_begun, self._arrived = False, 0.0
         self._arrivals = _Arrivals(LONGEST_TTFT * targets.ttft_s)
-        self._kept: deque[tuple[FleetLook, Demand]] = deque()
+        self._kept: deque[tuple[FleetLook, Demand, bool]] = deque()  # and whether the real split was as chosen
         self._settled_at = float("-inf")  # from when on what is seen is due to the split that is chosen
         self._switches: deque[float] = deque(maxlen=64)
 
@@ -252,7 +252,7 @@ class SplitPlanner:
         self._now = look.at_s
         self._arrived += look.arrived
         self._arrivals.see(look)
-        self._kept.append((look, demand))
+        self._kept.append((look, demand, prefills == self._chosen))
         while self._kept and self._kept[0][0].at_s <= look.at_s - DELAY_S:
             self._replay(*self._kept.popleft(), demand)
         if not self._has_begun:
@@ -273,7 +273,7 @@ class SplitPlanner:
         """The faded sum of good requests of each candidate."""
         return {one.name: one.gained for one in self._candidates}
 
-    def _replay(self, look: FleetLook, demand: Demand, latest: Demand) -> None:
+    def _replay(self, look: FleetLook, demand: Demand, obeyed: bool, latest: Demand) -> None:
         """What the candidates would have done then. The pace of tokens is as known now."""
         requests = self._arrivals.requests(look, demand)
         settle_s = SETTLE_CHANGES * self._change_s
@@ -285,13 +285,13 @@ class SplitPlanner:
             good = candidate.fleet.advance(requests, look.at_s, latest.base_s, latest.slope_s)
             candidate.gained += good
             split = candidate.fleet.prefills
-            settled_at = max(self._settled_at, candidate.changed_at + settle_s)
-            is_followed = candidate is self._followed and look.at_s > self._followed_at + settle_s
-            if is_followed or split == self._chosen and look.at_s > settled_at:
+            if isinstance(candidate, _Tracker):
+                counts = candidate is self._followed and obeyed and look.at_s > self._followed_at + settle_s
+            else:
+                counts = split == self._chosen and look.at_s > self._settled_at
+            if counts:
                 candidate.trust.see(good, demand.good)
-            candidate.fleet.want(wanted := candidate.split(demand, split))
-            if wanted != split:
-                candidate.changed_at = look.at_s
+            candidate.fleet.want(candidate.split(demand, split))
 
     def _compare(self, now: float, demand: Demand) -> None:
         while self._switches and self._switches[0] <= now - SWITCHES_S:

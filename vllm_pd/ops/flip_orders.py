@@ -72,7 +72,10 @@ class FlipOrders:
             self._tell(flip.member, SetRole(flip.to), ORDER_S)
             members = self._await(lambda found: flip.member.incarnation in found
                                   and found[flip.member.incarnation].role is flip.to)
-            if members and not any(acts_as(one) is not flip.to and not one.draining for one in members.values()):
+            if not members:
+                return OrderResult(True, "the registry does not show the new role yet")
+            brings_it = not any(role.decodes for role, _ in seen.values())  # the last engine of all decodes
+            if not brings_it and not any(acts_as(one) is not flip.to and not one.draining for one in members.values()):
                 self._tell(flip.member, SetRole(flip.member.role), ORDER_S)  # so of two planners one ends it
                 word = ROLE_WORDS[acts_as(flip.member)]
                 return OrderResult(True, f"taken back: no other {word} engine was left")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engines may change their role now, for `vllm-pd planner --flip`, and when such a change is over. Pure.
 
-Life of a flip: `FlipBook.choose` names an engine and its new role; the caller gives the order and says what came of it
-(`ordered`). The flip is then open until the registry has the engine in the new role and nothing of the old role is open
+Life of a flip: `FlipBook.choose` names engines and their new role; the caller gives orders and says what came of each
+(`ordered`). A flip is then open until the registry has the engine in the new role and nothing of the old role is open
 at the engine, or until it has failed. A limited number is open at a time, all to the same role. None is begun in the
 cool-down after any change of a role, also one that an operator or another planner has made.
 
@@ -118,7 +118,7 @@ class FlipBook:
         self._quiet_until_s = now_s + bounds.cool_down_s
         self._roles: dict[str, Role] = {}
         self._can_change: dict[str, bool] = {}
-        self._asked: dict[str, float] = {}  # when those were asked that have not answered
+        self._asked: dict[str, float] = {}  # when
         self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and until when it is left alone
         self._orders: deque[float] = deque(maxlen=bounds.per_hour)
         self._open: dict[str, _OpenFlip] = {}  # by incarnation
@@ -126,11 +126,12 @@ class FlipBook:
     def to_ask(self, now_s: float, reading: FleetReading) -> list[Member]:
         """Whose status `receive` needs at the next reading: the engines that change, once the registry shows their new
         role, and those of which it is not known whether they can change."""
-        changing = [one.member for one in reading.engines
-                    if self._changes(one.member) and self._open[one.member.incarnation].shown]
+        changing = sorted((one.member for one in reading.engines
+                           if self._changes(one.member) and self._open[one.member.incarnation].shown),
+                          key=lambda member: self._asked.get(member.incarnation, -math.inf))[:ASKED_AT_ONCE]
         unknown = [one.member for one in serving(reading) if one.member.incarnation not in self._can_change
                    and now_s >= self._asked.get(one.member.incarnation, -math.inf) + ASK_AGAIN_S][:ASKED_AT_ONCE]
-        self._asked |= {member.incarnation: now_s for member in unknown}
+        self._asked |= {member.incarnation: now_s for member in changing + unknown}
         return changing + unknown
 
     def receive(self, now_s: float, reading: FleetReading, statuses: Mapping[str, StatusReply]) -> list[FlipEvent]:

@@ -30,6 +30,7 @@ from vllm_pd.ops.top_readings import REGISTRY_S, FleetReader
 from vllm_pd.protocol.messages import Member, Role, StatusReply
 from vllm_pd.rpc.ports import require_free
 
+ORDERS_S = 5.0  # after which no further order of a look is given
 KEPT_SHAPES = 4  # numbers of engines whose `SplitPlanner` is kept
 
 
@@ -256,8 +257,12 @@ async def _plan(reader: FleetReader, planner: FleetPlanner, orders: FlipOrders, 
 
 
 async def _order(planner: FleetPlanner, orders: FlipOrders, seen: dict[str, tuple[Role, bool]]) -> None:
-    """Give the orders one after the other, until one is not carried out."""
+    """Give the orders one after the other, until one is not carried out or what was read is too old. The others are
+    decided anew."""
+    until_s = time.monotonic() + ORDERS_S
     for flip in planner.take_flips():
+        if time.monotonic() >= until_s:
+            return
         result = await orders.order(flip, seen)
         planner.ordered(flip, result)
         if not result.given or result.problem:
