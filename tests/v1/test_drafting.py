@@ -17,6 +17,7 @@ from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import PARKED, prompt
 from vllm_pd.decisions.job_order import MIN_STEP_TOKENS
 from vllm_pd.protocol.actions import FallbackReason, Released
+from vllm_pd.v1.contract import StepShare
 
 HISTORIES = test_machine.HISTORIES // 8
 SEEDS = test_fleets.SEEDS // 5
@@ -147,6 +148,25 @@ def test_b113_a_step_with_jobs_has_room_for_the_drafts_of_clients(model_folder, 
         engine.turn()
     jobs = [count for step in found for name, count in step.num_scheduled_tokens.items() if name not in engine.prompts]
     assert sum(jobs) == 400 and jobs[:6] == [MIN_STEP_TOKENS] * 6, jobs
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_b20_b113_a_small_share_of_a_step_has_room_for_the_drafts_of_one(model_folder, in_flight, monkeypatch):
+    """V1 schedules a request's last token together with places for drafts, and ends where these are cut off."""
+    engine = drafting(model_folder, in_flight)
+    engine.protocol.peers = 0
+    engine.add("other", prompt(40), 200)
+    for _ in range(6):
+        engine.turn()
+    engine.protocol.peers = 1
+    engine.add("a", prompt(100), 30)
+    for _ in range(3):
+        engine.turn()
+    engine.prefilled("a")
+    monkeypatch.setattr(engine.binding, "before_schedule", lambda: StepShare(64, 1))
+    engine.run()
+    engine.check_answers()
+    engine.check_at_rest()
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

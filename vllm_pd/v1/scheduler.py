@@ -106,7 +106,8 @@ class HandoverScheduling(Scheduler):
                   self.adaptive_long_prefill_threshold)
         self.max_num_scheduled_tokens = min(share.tokens, before[0])  # 0 while a group comes to rest
         if share.of_each:
-            config.long_prefill_token_threshold = min(share.of_each, before[1] or share.of_each)
+            least = 1 + self.num_spec_tokens  # V1 ends where it cuts off what it adds to a last token
+            config.long_prefill_token_threshold = max(least, min(share.of_each, before[1] or share.of_each))
             self.adaptive_long_prefill_threshold = False
         try:
             return super().schedule(throttle_prefills)
