@@ -41,7 +41,7 @@ from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.requests import Finished, Read, TransferProgress, Write
 from vllm_pd.v1 import scheduler as scheduler_module
 from vllm_pd.v1.binding import V1Handover
-from vllm_pd.v1.groups import block_rows
+from vllm_pd.v1.groups import block_rows, draft_blocks
 from vllm_pd.v1.metrics import MetricsRecorder
 
 BLOCK_SIZE = 16
@@ -430,7 +430,8 @@ class Engine:
         self.binding = self.make_binding(settings, self.scheduler, self.access, agent, self.transfer,
                                          PrefillCapacity(block_rows(self.scheduler.kv_cache_config.kv_cache_groups),
                                                          VOCAB, 1, 1 << 16, caching,
-                                                         self.scheduler.max_num_scheduled_tokens, blocks, in_flight),
+                                                         self.scheduler.max_num_scheduled_tokens, blocks, in_flight,
+                                                         draft_blocks(self.scheduler.kv_cache_config.kv_cache_groups)),
                                          MetricsRecorder())
         self.scheduler.connector.binding = self.binding
         self.slots: dict[tuple[int, int], int] = {}

@@ -8,6 +8,7 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     FullAttentionSpec,
@@ -104,9 +105,11 @@ def test_b114_groups_of_blocks(grouping, layers, windows):
     ([WINDOW, NARROW], "all tokens in one group"),
     ([FULL, WINDOW, MAMBA], "all tokens in one group"),
     ([FULL, dataclasses.replace(MAMBA, mamba_cache_mode="all")], "--mamba-cache-mode align or none.*'all'"),
-], ids=["heads", "kept tokens", "windows only", "windows and states", "a state for each block"])
+    ([FULL, dataclasses.replace(MAMBA, mamba_type=MambaAttentionBackendEnum.LINEAR, num_speculative_blocks=2)],
+     "speculative_config=.'LINEAR'..*MAMBA2"),
+], ids=["heads", "kept tokens", "windows only", "windows and states", "a state for each block", "drafts"])
 def test_b114_b80_other_groups_are_refused(grouping, layers, words):
-    with pytest.raises(ConfigError, match=f"kv_cache_groups=.*{words}"):
+    with pytest.raises(ConfigError, match=words if words.startswith("spec") else f"kv_cache_groups=.*{words}"):
         connect(grouping, *layers)
 
 

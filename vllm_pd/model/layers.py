@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+WITH_DRAFTS = frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})  # kinds of states whose place beside drafts is known
 ONE_SHAPE = "serve a model whose layers all have KV of one shape: "
 _OTHER_STATE = {
     "blocksparse_block_size": "serve a model without block-sparse attention: its layers order the axes of a block "
@@ -128,6 +129,11 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
         raise ConfigError("kv_cache_groups", names, "serve a model whose states are all kept in one way, with "
                           "--mamba-cache-mode align or none: here (tokens of a block, mode, blocks for drafts) are "
                           f"{sorted(states)}")
+    drafting = {spec.mamba_type.name for each, kind in zip(specs, kinds, strict=True) if kind == {MambaSpec}
+                for spec in each if spec.num_speculative_blocks}
+    if drafting - WITH_DRAFTS:
+        raise ConfigError("speculative_config", sorted(drafting), "remove it: states with drafts are known of "
+                          f"{sorted(WITH_DRAFTS)} only")
 
 
 def choose_one_group(config: VllmConfig, is_asked_for: bool, has_store: bool, is_offloading: bool = False) -> None:

@@ -23,7 +23,6 @@ from vllm_pd.handover.lookups import PrefixLookups
 from vllm_pd.handover.metrics import PDMetrics
 from vllm_pd.handover.progress import Progress
 from vllm_pd.handover.records import DecodeCapacity
-from vllm_pd.model.drafter import keeps_kv
 from vllm_pd.peer.decode import DecodeSession
 from vllm_pd.protocol.actions import Event
 from vllm_pd.protocol.messages import Attempt
@@ -32,7 +31,7 @@ from vllm_pd.protocol.scope import PromptScope
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.features import can_go_remote, scope_of
-from vllm_pd.v1.groups import draft_blocks, usable_hit
+from vllm_pd.v1.groups import draft_blocks, needs_next_token, usable_hit
 from vllm_pd.v1.media import MediaBook
 from vllm_pd.v1.spans import PromptSpans
 
@@ -62,7 +61,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         self._scheduler = scheduler
         self._fence = fence
         self._caching = bool(cache.enable_prefix_caching)
-        self._drafts_with_kv = keeps_kv(scheduler.vllm_config)
+        self._says_next_token = needs_next_token(scheduler, rows)
         self._by_attempt: dict[Attempt, Request] = {}
         self._by_id: dict[str, Attempt] = {}
         self._matched: dict[str, tuple[Decision, int]] = {}  # by request id: the last decision and its prefix hit
@@ -325,8 +324,7 @@ class ParkedRequests(DecodeHandover["Request"]):
         return self._media_book.encoded(request)
 
     def _next_token(self, request: Request) -> int | None:
-        theirs = self._num_remote(request)
-        return request.prompt_token_ids[theirs] if self._drafts_with_kv and self._rows.own_tokens else None
+        return request.prompt_token_ids[self._num_remote(request)] if self._says_next_token else None
 
     def _priority(self, request: Request) -> int:
         return request.priority

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from vllm_pd.model.drafter import keeps_kv
 from vllm_pd.model.layers import layer_specs
 from vllm_pd.protocol.rows import STATE, BlockRows
 
@@ -31,6 +32,11 @@ def draft_blocks(groups: Sequence[KVCacheGroupSpec]) -> int:
     from vllm.v1.kv_cache_interface import MambaSpec
     return sum(spec.num_speculative_blocks for group in groups for spec in layer_specs(group.kv_cache_spec)[:1]
                if isinstance(spec, MambaSpec))
+
+
+def needs_next_token(scheduler: Scheduler, rows: BlockRows) -> bool:
+    """Whether a job is a prompt without its last token, and a drafter's KV of what is left depends on that one."""
+    return bool(rows.own_tokens) and keeps_kv(scheduler.vllm_config)
 
 
 def usable_hit(scheduler: Scheduler, rows: BlockRows, request: Request, cached_tokens: int) -> int:

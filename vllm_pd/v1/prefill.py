@@ -41,7 +41,7 @@ from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
-from vllm_pd.v1.groups import usable_hit
+from vllm_pd.v1.groups import needs_next_token, usable_hit
 from vllm_pd.v1.media import MediaBook
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class InternalRequests(PrefillHandover):
         self._access = access
         self._fence = fence
         self._rows = capacity.rows
+        self._heeds_next_token = needs_next_token(scheduler, capacity.rows)
         self._attempts: dict[str, Attempt] = {}  # by request id, until the request's last output was dropped
         self._hits: dict[str, int] = {}  # by request id: the prefix hit, from the look-up to the allocation
         self._lookups: PrefixLookups | None = None
@@ -313,7 +314,8 @@ class InternalRequests(PrefillHandover):
             raise ValueError("this engine is paused or ends")
         if job.request_id in self._scheduler.requests:
             raise ValueError(f"there is a request {job.request_id}")
-        digest, next_token = job.prefill.scope.adapter, job.prefill.next_token
+        digest = job.prefill.scope.adapter
+        next_token = job.prefill.next_token if self._heeds_next_token else None
         adapter = self._adapters.request(digest) if digest else None
         features = self._media.features(job.prefill.scope, job.prefill.media, tokens, self._scheduler)
         job.prefill = msgspec.structs.replace(job.prefill, media=())  # its tensors have it now
