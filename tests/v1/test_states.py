@@ -112,6 +112,20 @@ def test_b20_b113_b114_a_prompt_that_leaves_no_block_for_states_of_drafts_is_com
     assert list(here.values()) == [mode == "none", *[False] * (len(here) - 1)], "align keeps a block more for later"
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_b20_b113_b114_a_job_that_leaves_no_block_for_states_of_drafts_is_refused(model_folder, mode):
+    """Or it would wait at P for ever."""
+    refused = []
+    for blocks in range(8, 32):
+        engine = MAKERS["ngram"](model_folder, windows=GROUPS[1], mode=mode, blocks=blocks, role="kv_producer")
+        attempt = engine.job(prompt_of(4 * BLOCK_SIZE))
+        for _ in range(40):
+            engine.turn()
+        refused.append(("failed", attempt) in engine.protocol.calls)
+        assert refused[-1] or [write for write in engine.last_writes() if write.key == str(attempt)], f"{blocks} blocks"
+    assert refused == sorted(refused, reverse=True) and {*refused} == {True, False}
+
+
 def _ends(engine: DraftingStateEngine) -> bool:
     """Whether a prompt of some blocks does, with a peer's help where it is asked for."""
     engine.add("a", prompt_of(4 * BLOCK_SIZE + 1), 2)
