@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts beside recurrent states, on a CPU engine that is right.
 
-vLLM 0.32's CPU build updates both parts of a Mamba-2 state as if all drafts were accepted. Its convolution does not read
-how many were. Its other kernel does not, either: it begins with a request's first block whatever was accepted, goes on
-in that block, and so leaves there the state after the last draft in place of the one after the first token.
+vLLM 0.32's CPU build updates both parts of a Mamba-2 state as if all drafts were accepted. Its convolution does not
+read how many were. Its other kernel does not, either: it begins with a request's first block whatever was accepted,
+goes on in that block, and so leaves there the state after the last draft in place of the one after the first token.
 `update_convolution` and `update_states` are these kernels as vLLM's Triton forms have them. And a tiny model of random
 weights repeats nothing, so an n-gram drafter would have nothing accepted: here it knows the answers.
 """
