@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from tests.v1 import quick
+from tests.v1.known_drafts import draft_known
 
 QUEUE = re.compile(r"/dev/shm/(psm_\w+)")  # a message queue of vLLM between EngineCore and its workers
 START_S = 600.0
@@ -103,10 +104,11 @@ def register_loader(folder: str) -> None:
 
 
 def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts: str | None = None,
-          beside: dict[str, Any] | None = None, weights: str | None = None, **arguments: Any) -> None:
+          beside: dict[str, Any] | None = None, weights: str | None = None, known: str | None = None,
+          **arguments: Any) -> None:
     """The child: an engine that answers what comes over the connection. `role` None: without disaggregation. `drafts`:
     the file of `note_drafts`. `weights`: the folder of `register_loader`, which is used then. `beside`: a connector
-    beside ours, which D names first, and P last."""
+    beside ours, which D names first, and P last. `known`: the file of `draft_known`."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -119,6 +121,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
     computed = count_tokens()
     if drafts is not None:
         note_drafts(drafts)
+    if known is not None:
+        draft_known(known)
     if weights is not None:
         register_loader(weights)
         arguments["load_format"] = "elsewhere"
