@@ -135,7 +135,7 @@ def test_half_of_the_engines_change_at_a_time(fleet):
         fleet.add(BOTH)
     with planner(fleet, "--flip") as (said, _):
         wait_for(lambda: said().count("flip done") == 2, said)
-    [line] = [line for line in said().splitlines() if "; flips " in line]
+        [line] = [line for line in said().splitlines() if "; flips " in line]
     assert line.count(" to kv_producer") == 2 and fleet.roles() == sorted([PREFILL, PREFILL, BOTH, BOTH])
 
 
