@@ -210,16 +210,16 @@ def test_while_some_change_others_to_the_same_role_may_and_none_to_the_other(giv
         fleet.engines[name].open_requests = 1
     fleet.run_until_order()
     given.wanted = 4
-    fleet.run(20)
+    fleet.run(7)
     assert fleet.names() == ["a", "b"], "a third one has no room"
     given.wanted = 1
-    fleet.run(20)
+    fleet.run(7)
     assert fleet.names() == ["a", "b"] and any("no flip: a at http://a" in one for one in fleet.said)
     fleet.engines["b"].open_requests = 0
-    fleet.run(20)
+    fleet.run(7)
     assert fleet.flips(FlipOutcome.DONE) == 1 and fleet.names() == ["a", "b"]
     fleet.engines["a"].open_requests = 0
-    fleet.run(20)
+    fleet.run(7)
     assert len(fleet.orders) == 4 and {role for _, _, role in fleet.orders[2:]} == {DECODE}
 
 
@@ -444,14 +444,26 @@ def test_of_a_prefill_engine_the_jobs_must_have_ended(given):
     assert fleet.flips(FlipOutcome.DONE, "decode") == 1, "new requests of clients are its new role"
 
 
-def test_a_change_that_never_ends_is_said_once_and_holds_up_all_others(given):
-    given.wanted = 3
+def test_a_change_that_never_ends_is_said_once_and_holds_up_others_for_a_while(given):
+    """Also to the other role. It is not changed back before its end."""
+    given.wanted = 2
     fleet = PlayedFleet({**FOUR, "d": DECODE})
     for name in "abcd":
         fleet.engines[name].open_requests = 1
-    fleet.run(int(2 * LATE_S / STEP_S) + 10)
-    assert len(fleet.orders) == 1 and fleet.flips(FlipOutcome.LATE) == 1
+    fleet.run_until_order()
+    given.wanted = 3
+    fleet.run(int(LATE_S / STEP_S) - 2)
+    assert fleet.names() == ["a"] and fleet.flips(FlipOutcome.LATE) == 0
+    fleet.run(10)
+    assert fleet.names() == ["a", "b"] and fleet.flips(FlipOutcome.LATE) == 1
+    fleet.engines["b"].open_requests = 0
+    given.wanted = 1
+    fleet.run(int(2 * LATE_S / STEP_S))
     assert sum("flip late" in one for one in fleet.said) == 1
+    assert fleet.names() == ["a", "b", "b", "p"] and {role for _, _, role in fleet.orders[2:]} == {DECODE}
+    fleet.engines["a"].open_requests = 0
+    fleet.run(3)
+    assert fleet.flips(FlipOutcome.DONE) == 2
 
 
 @pytest.mark.parametrize("leave", ["dies", "drains"])

@@ -11,9 +11,9 @@ done, each with a fleet in virtual time (`vllm_pd.decisions.virtual_fleet`) that
 
 Of each the good requests are summed up, and fade with HALF_LIFE_S. Another candidate is followed when it leads by
 MARGIN of that sum, and more the more often that has happened in the last hour, and by what the change would cost. What
-a fixed split promises is corrected by what was seen while the real engines had it, what trackers promise by what was
-seen while one of them was followed and obeyed. All are believed as much as each other: if changes take longer than in
-virtual time, all promise too much.
+a candidate promises is corrected by what was seen while it was followed and obeyed, and at times at which the real
+engines had its split, too. All trackers are believed as much as each other: if changes take longer than in virtual
+time, all promise too much.
 
 The length of an answer is known at its end only. So virtual time is DELAY_S behind, and a request has the mean length
 of the answers that ended about when its own did. Trackers are given what was known then.
@@ -83,6 +83,7 @@ class _Candidate:
     def __init__(self, fleet: VirtualFleet, name: str, trust: _Trust) -> None:
         self.fleet, self.name, self.trust = fleet, name, trust
         self.gained = 0.0
+        self.changed_at = float("-inf")  # when its split was another one
 
     def value(self, doubt: float) -> float:
         """What it has gained, corrected by how its promises were kept."""
@@ -285,13 +286,13 @@ class SplitPlanner:
             good = candidate.fleet.advance(requests, look.at_s, latest.base_s, latest.slope_s)
             candidate.gained += good
             split = candidate.fleet.prefills
-            if isinstance(candidate, _Tracker):
-                counts = candidate is self._followed and obeyed and look.at_s > self._followed_at + settle_s
-            else:
-                counts = split == self._chosen and look.at_s > self._settled_at
-            if counts:
+            is_followed = candidate is self._followed and obeyed and look.at_s > self._followed_at + settle_s
+            settled_at = max(self._settled_at, candidate.changed_at + settle_s)
+            if is_followed or split == self._chosen and look.at_s > settled_at:
                 candidate.trust.see(good, demand.good)
-            candidate.fleet.want(candidate.split(demand, split))
+            candidate.fleet.want(wanted := candidate.split(demand, split))
+            if wanted != split:
+                candidate.changed_at = look.at_s
 
     def _compare(self, now: float, demand: Demand) -> None:
         while self._switches and self._switches[0] <= now - SWITCHES_S:

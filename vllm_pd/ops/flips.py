@@ -35,7 +35,7 @@ ROLE_WORDS = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
 
 class FlipBounds(msgspec.Struct, frozen=True):
     """No flip for `cool_down_s` after any change of a role, at most `per_hour`, and `at_once` of them open; 0: half of
-    the engines. One that is open for `late_s` is said to be late."""
+    the engines. One that is open for `late_s` is said to be late, and holds up no others any more."""
     cool_down_s: float = 30.0
     per_hour: int = 240
     at_once: int = 0
@@ -170,7 +170,7 @@ class FlipBook:
         is_last = len(well) == 1 and lacking and to is Role.DECODE  # clients come before prefills
         if len(well) < 2 and not is_last:
             return f"only one engine that {'prefills' if to is Role.DECODE else 'decodes'} is well"
-        able = [one for one in well if self._may_change(one.member)
+        able = [one for one in well if self._may_change(one.member) and not self._changes(one.member)
                 and now_s >= self._failed.get(one.member.incarnation, (0, -math.inf))[1]]
         count = min(abs(wanted - present), max(1, len(well) - 1), self._room(len(engines)), self._orders_left(now_s))
         return [Flip(one.member, to) for one in sorted(able, key=_burden)[:count]] or \
@@ -196,7 +196,10 @@ class FlipBook:
         return self._open[member.incarnation].flip.to if self._changes(member) else acts_as(member)
 
     def _room(self, engines: int) -> int:
-        return self._bounds.most_at_once(engines) - len(self._open)
+        return self._bounds.most_at_once(engines) - len(self._in_time())
+
+    def _in_time(self) -> list[Flip]:
+        return [one.flip for one in self._open.values() if not one.late]
 
     def _orders_left(self, now_s: float) -> int:
         return self._bounds.per_hour - sum(now_s < at_s + HOUR_S for at_s in self._orders)
@@ -243,7 +246,7 @@ class FlipBook:
         if not flip.late and now_s - flip.at_s >= self._bounds.late_s:
             flip.late = True
             return [FlipEvent(flip.flip, FlipOutcome.LATE, f"not over after {now_s - flip.at_s:.0f} s, something of "
-                              "its old role is open; until its end it is one of those that may change at a time")]
+                              "its old role is open; others may change meanwhile")]
         return []
 
     def _see_failure(self, now_s: float, flip: _OpenFlip) -> list[FlipEvent]:
@@ -266,9 +269,9 @@ class FlipBook:
         unread = [one.member.http for one in serving(reading) if one.member.http and one.figures is None]
         if unread:
             return f"{min(unread)} was not read"
-        others = [one.flip for one in self._open.values() if one.flip.to is not to]
+        others = [flip for flip in self._in_time() if flip.to is not to]
         if others or self._room(len(serving(reading))) < 1:
-            return f"{next(iter(others or [one.flip for one in self._open.values()]))} is not over"
+            return f"{(others or self._in_time())[0]} is not over"
         if now_s < self._quiet_until_s:
             return "the cool-down is not over"
         if self._orders_left(now_s) < 1:
