@@ -59,7 +59,7 @@ class DraftingEngine(Engine):
         super().write(attempt, tokens)
         token_ids, block_ids, cached = self.protocol.jobs[attempt]
         last = len(token_ids) if tokens is None else tokens
-        next_token = self.protocol.next_tokens[attempt]
+        next_token = self.protocol.next_tokens.get(attempt)  # of a hold that is claimed there is none
         known = [*token_ids] if next_token is None else [*token_ids, next_token]
         found = contents(token_ids)
         for at, block in self._granted(token_ids, block_ids, cached):
