@@ -39,6 +39,8 @@ def drafting(folder, in_flight: int = 1, *, drafter: str, mode: str = "align", b
 MAKERS = {"": StateEngine, "ngram": functools.partial(drafting, drafter="ngram"),
           "eagle": functools.partial(drafting, drafter="eagle", is_flagged=False),
           "mtp": functools.partial(drafting, drafter="eagle")}
+WITH_GROUPS = pytest.mark.parametrize("maker, groups", [
+    *(("", groups) for groups in GROUPS), *((maker, GROUPS[1]) for maker in MAKERS if maker)])
 EACH = pytest.mark.parametrize("drafter, in_flight", [("ngram", 1), ("ngram_gpu", 2), ("eagle", 1), ("eagle", 2)])
 
 
@@ -48,8 +50,7 @@ def quiet(caplog):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("maker", MAKERS)
+@WITH_GROUPS
 def test_b114_every_length_of_a_remote_prompt(model_folder, groups, mode, maker):
     """Around each border of a block. Blocks for the states of drafts are no peer's matter."""
     engine = MAKERS[maker](model_folder, windows=groups, mode=mode, blocks=400)
@@ -72,8 +73,7 @@ def test_b114_every_length_of_a_job(model_folder, groups, batch_tokens, mode, ch
                                     push_chunks=chunks, batch_tokens=batch_tokens))
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("maker", MAKERS)
+@WITH_GROUPS
 def test_b114_a_prefix_hit_of_every_length(model_folder, groups, maker):
     """D has the KV of the beginning, mostly without the state after it: P writes the rest, and the state."""
     hand_over_with_hits(MAKERS[maker](model_folder, windows=groups, blocks=400))
