@@ -10,11 +10,13 @@ One such error is stock V1's own, and is counted only: of two blocks with equal 
 its last token may be that of the other's next token.
 """
 import collections
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
@@ -39,6 +41,20 @@ def with_drafter(config: VllmConfig, folder: Path, method: str) -> VllmConfig:
         method=method, num_speculative_tokens=TOKENS, target_model_config=config.model_config,
         target_parallel_config=config.parallel_config, **more)
     return config
+
+
+def count_together(monkeypatch: pytest.MonkeyPatch, engines: type["DraftingEngine"]) -> collections.Counter[str]:
+    """The counts of all engines of this class that are made from now on."""
+    found: collections.Counter[str] = collections.Counter()
+    init = engines.__init__
+
+    @functools.wraps(init)
+    def counting(engine, *arguments, **more):
+        init(engine, *arguments, **more)
+        engine.counts = found
+
+    monkeypatch.setattr(engines, "__init__", counting)
+    return found
 
 
 class DraftingEngine(Engine):

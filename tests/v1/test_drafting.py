@@ -6,13 +6,12 @@ VLLM_PD_V1_EXAMPLES=N plays N / 8 histories of tests/v1/walk.py with each drafte
 fleets. Real engines: tests/v1_engines/test_real_drafting.py.
 """
 import collections
-import functools
 
 import pytest
 from simulation.storms import storm
 
 from tests.v1 import fleet_engine, test_fleets, test_machine, walk
-from tests.v1.drafting import TOKENS, DraftingEngine, with_drafter
+from tests.v1.drafting import TOKENS, DraftingEngine, count_together, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, Engine
 from tests.v1.test_hazards import PARKED, prompt
 from vllm_pd.decisions.job_order import MIN_STEP_TOKENS
@@ -32,23 +31,26 @@ def quiet(caplog):
 
 @pytest.fixture
 def counts(monkeypatch) -> collections.Counter:
-    """Of all drafting engines together."""
-    found: collections.Counter[str] = collections.Counter()
-    init = DraftingEngine.__init__
-
-    @functools.wraps(init)
-    def counting(engine, *arguments, **more):
-        init(engine, *arguments, **more)
-        engine.counts = found
-
-    monkeypatch.setattr(DraftingEngine, "__init__", counting)
-    return found
+    return count_together(monkeypatch, DraftingEngine)
 
 
 def drafting(folder, in_flight: int = 1, drafter: str = "eagle", **settings) -> DraftingEngine:
     """An engine with this drafter; `settings` as of `Engine`."""
     config = with_drafter(Engine(folder, in_flight, **settings).config, folder, drafter)
     return DraftingEngine(folder, in_flight, config=config, **settings)
+
+
+def one_decodes_and_one_is_parked(folder, in_flight: int) -> DraftingEngine:
+    """An engine that decodes "a", and where "b" has just been parked."""
+    engine = drafting(folder, in_flight)
+    engine.protocol.peers = 0
+    engine.add("a", prompt(40), 60)
+    for _ in range(6):
+        engine.turn()
+    engine.protocol.peers = 1
+    engine.add("b", prompt(100), 20)
+    engine.turn()
+    return engine
 
 
 # Searches.
@@ -153,16 +155,9 @@ def test_b113_a_step_with_jobs_has_room_for_the_drafts_of_clients(model_folder, 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_b20_b113_a_small_share_of_a_step_has_room_for_the_drafts_of_one(model_folder, in_flight, monkeypatch):
     """V1 schedules a request's last token together with places for drafts, and ends where these are cut off."""
-    engine = drafting(model_folder, in_flight)
-    engine.protocol.peers = 0
-    engine.add("other", prompt(40), 200)
-    for _ in range(6):
-        engine.turn()
-    engine.protocol.peers = 1
-    engine.add("a", prompt(100), 30)
-    for _ in range(3):
-        engine.turn()
-    engine.prefilled("a")
+    engine = one_decodes_and_one_is_parked(model_folder, in_flight)
+    engine.turn()
+    engine.prefilled("b")
     monkeypatch.setattr(engine.binding, "before_schedule", lambda: StepShare(64, 1))
     engine.run()
     engine.check_answers()
@@ -185,14 +180,7 @@ def test_b113_drafts_are_not_measured_as_tokens_of_prompts(model_folder, in_flig
 
 def test_b113_an_attempt_that_is_lost_while_drafts_are_in_flight(model_folder):
     """Of another request, which keeps its blocks, and whose step is processed after the fallback."""
-    engine = drafting(model_folder, 2)
-    engine.protocol.peers = 0
-    engine.add("a", prompt(40), 60)
-    for _ in range(6):
-        engine.turn()
-    engine.protocol.peers = 1
-    engine.add("b", prompt(100), 20)
-    engine.turn()
+    engine = one_decodes_and_one_is_parked(model_folder, 2)
     attempt = engine.attempt("b")
     engine.lost(attempt, FallbackReason.PEER)
     engine.turn()

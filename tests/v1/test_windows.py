@@ -2,14 +2,13 @@
 """B114: layers with a sliding window in groups of blocks of their own: only what the next token reads goes from a
 prefill engine to a decode engine, and every answer is that of one engine (tests/v1/windows.py)."""
 import collections
-import functools
 
 import msgspec
 import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.v1 import simulated
-from tests.v1.drafting import with_drafter
+from tests.v1.drafting import count_together, with_drafter
 from tests.v1.simulated import BLOCK_SIZE, VOCAB, Engine, WrongRead, answer
 from tests.v1.walk import failure, history, shrink
 from tests.v1.windows import DraftingWindowEngine, WindowEngine
@@ -37,17 +36,7 @@ def prompt_of(length: int) -> list[int]:
 
 @pytest.fixture
 def counts(monkeypatch) -> collections.Counter:
-    """Of all drafting engines together."""
-    found: collections.Counter[str] = collections.Counter()
-    init = DraftingWindowEngine.__init__
-
-    @functools.wraps(init)
-    def counting(engine, *arguments, **more):
-        init(engine, *arguments, **more)
-        engine.counts = found
-
-    monkeypatch.setattr(DraftingWindowEngine, "__init__", counting)
-    return found
+    return count_together(monkeypatch, DraftingWindowEngine)
 
 
 def drafting(folder, **more) -> DraftingWindowEngine:

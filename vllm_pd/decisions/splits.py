@@ -233,7 +233,7 @@ class SplitPlanner:
             *self._fixed.values(), *(_Tracker(fleet(), patience_s, self._room, trackers) for patience_s in PATIENCE_S)]
         self._trusts = [*(one.trust for one in self._fixed.values()), trackers]
         self._followed: _Candidate = self._fixed[now]
-        self._now, self._followed_at = float("-inf"), float("inf")
+        self._followed_at = float("inf")
         self._chosen = now
         self._has_begun, self._arrived = False, 0.0
         self._arrivals = _Arrivals(LONGEST_TTFT * targets.ttft_s)
@@ -250,7 +250,6 @@ class SplitPlanner:
             return SplitChoice(prefills, f"more than {MAX_ARRIVED} requests in a look: look more often")
         if prefills != self._chosen:
             self._settled_at = look.at_s + SETTLE_CHANGES * self._change_s
-        self._now = look.at_s
         self._arrived += look.arrived
         self._arrivals.see(look)
         self._kept.append((look, demand, prefills == self._chosen))
@@ -262,7 +261,7 @@ class SplitPlanner:
                 return None
             self._has_begun = True
             best = self._room.best(demand, prefills)
-            self._follow(self._fixed[min(self._fixed, key=lambda split: abs(split - best))])
+            self._follow(self._fixed[min(self._fixed, key=lambda split: abs(split - best))], look.at_s)
         else:
             self._compare(look.at_s, demand)
         if (chosen := self._followed.split_now(demand, prefills)) != self._chosen:
@@ -305,9 +304,8 @@ class SplitPlanner:
         cost = COST_SHARE * demand.requests_per_s * self._change_s * changes
         if best is not self._followed and values[best] - values[self._followed] > margin + cost:
             self._switches.append(now)
-            self._follow(best)
+            self._follow(best, now)
 
-    def _follow(self, candidate: _Candidate) -> None:
-        self._followed = candidate
-        self._followed_at = self._now
+    def _follow(self, candidate: _Candidate, now: float) -> None:
+        self._followed, self._followed_at = candidate, now
         candidate.begin()

@@ -13,8 +13,8 @@ itself, with the token that it samples. Of the last one of a prefix hit V1 has i
 Where a job is the prompt without its last token (`vllm_pd.protocol.rows`), the grant says that token, and it is the
 only one that the prefill engine may sample.
 
-Beside layers with a window, or in place of the target's, a drafter's layers are in the groups that V1 puts layers of
-their kind into, and their blocks go with these groups.
+Where V1 keeps the target's layers in several groups of blocks, it puts the drafter's into those of their kind, or into
+further ones. Their blocks are sent with these groups.
 """
 from __future__ import annotations
 

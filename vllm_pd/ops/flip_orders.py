@@ -74,8 +74,8 @@ class FlipOrders:
                                   and found[flip.member.incarnation].role is flip.to)
             if not members:
                 return OrderResult(True, "the registry does not show the new role yet")
-            brings_it = not any(role.decodes for role, _ in seen.values())  # the last engine of all decodes
-            if not brings_it and not any(acts_as(one) is not flip.to and not one.draining for one in members.values()):
+            one_decoded = any(role.decodes for role, _ in seen.values())  # else the last engine of all is to
+            if one_decoded and not any(acts_as(one) is not flip.to and not one.draining for one in members.values()):
                 self._tell(flip.member, SetRole(flip.member.role), ORDER_S)  # so of two planners one ends it
                 word = ROLE_WORDS[acts_as(flip.member)]
                 return OrderResult(True, f"taken back: no other {word} engine was left")

@@ -118,7 +118,7 @@ class FlipBook:
         self._quiet_until_s = now_s + bounds.cool_down_s
         self._roles: dict[str, Role] = {}
         self._can_change: dict[str, bool] = {}
-        self._asked: dict[str, float] = {}  # when
+        self._asked: dict[str, float] = {}  # when each was asked last
         self._failed: dict[str, tuple[int, float]] = {}  # how often in a row, and until when it is left alone
         self._orders: deque[float] = deque(maxlen=bounds.per_hour)
         self._open: dict[str, _OpenFlip] = {}  # by incarnation

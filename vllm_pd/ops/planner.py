@@ -216,10 +216,10 @@ def describe_split(choice: SplitChoice, count: int, present: int, found: list[Fl
     """A split, its reason, and what is done for it, on one line. `found`: the flips, or why there is none."""
     parts = [f"split: {choice.prefills} prefill, {count - choice.prefills} decode of {count} engines",
              "as now" if choice.prefills == present else f"now {present} and {count - present}", choice.reason]
-    if isinstance(found, str):
-        parts += [f"no flip: {found}"] * bool(found)
-    else:
+    if not isinstance(found, str):
         parts.append(f"{'flips' if flips else 'would flip'} {' and '.join(map(str, found))}")
+    elif found:
+        parts.append(f"no flip: {found}")
     return "; ".join(parts)
 
 
