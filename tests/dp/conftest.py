@@ -19,10 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from dp_forked import Forks
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, TREE
 
+from tests import stacks
 from tests.verdict import TokenIds, count_as_crash
 from vllm_pd.bench.dp.group import Group, GroupEnded
 
 count_as_crash(GroupEnded)
+stacks.prepare()
 
 
 class AnsweringGroup(Group):

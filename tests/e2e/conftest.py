@@ -13,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import EngineProcess, Pair, lend, start_pair, start_zygote
 
+from tests import stacks
+
+stacks.prepare()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
