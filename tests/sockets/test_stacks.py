@@ -98,9 +98,9 @@ def child():
 def test_planted(child):
     assert False
 """)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.stacks", "--rootdir", str(tmp_path)]
-    done = subprocess.run([*command, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-                          text=True)
+    options = ["-p", "no:cacheprovider", "-p", "tests.stacks", "--rootdir", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, str(tmp_path)], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 1
     shown = done.stdout[done.stdout.index(" processes "):]
     assert "sleep 61" in shown
