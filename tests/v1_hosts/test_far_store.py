@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 BLOCK, PROMPT_TOKENS, ANSWER_TOKENS = 32, 500, 40
 PORT, WAIT_S = 5900, 6.0
 MEET_S = 120.0
+CHATS = 4
 SLOW = "1mbit"  # at which a prompt's KV takes seconds
 
 
@@ -109,16 +110,25 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 def test_b104_a_conversation_over_two_hosts_computes_its_new_tokens(machines):
     """B104: each turn on the other host. All whole blocks of the turns before are a prefix hit, but for the block of
-    the last token, whose KV no turn has computed."""
+    the last token, whose KV no turn has computed. On a busy machine a turn may come before the blocks of the one before
+    are in the store, or wait for them for too short a time: then there is another conversation."""
+    assert any(_is_all_shared(machines) for _ in range(CHATS)), "no conversation had all of its blocks"
+    assert machines.b.figure('far_fetches_total{') > 0
+
+
+def _is_all_shared(machines: Machines) -> bool:
+    """Whether each turn of a conversation has computed new tokens only. Raises WrongAnswer."""
     chat, whole = new_tokens(PROMPT_TOKENS), 0
     for turn in range(4):
         server = (machines.a, machines.b)[turn % 2]
         answer, cached = server.complete(chat)
         machines.compare(chat, answer)
-        assert cached == whole, turn
+        assert cached <= whole, turn
+        if cached < whole:
+            return False
         whole = (len(chat) + len(answer) - 1) // BLOCK * BLOCK
         chat = [*chat, *answer, *new_tokens(BLOCK + turn)]
-    assert machines.b.figure('far_fetches_total{') > 0
+    return True
 
 
 @pytest.mark.parametrize("fault", ["the way is cut", "it rejects", "it is slow"])
