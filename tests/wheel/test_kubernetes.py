@@ -6,6 +6,7 @@ No cluster is asked. Without requirements/kubernetes.txt most are skipped, and s
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import ModuleType
 from typing import Any
@@ -65,8 +66,15 @@ def render(values: dict | None = None) -> dict[str, str]:
     return render_chart.render(values)
 
 
-def documents(texts: Iterator[str]) -> list[dict]:
-    return [one for text in texts for one in yaml.safe_load_all(text) if one is not None]
+@functools.cache
+def parse(text: str) -> list[dict]:
+    """In C, and once: the parser in Python takes most of the time of a test."""
+    return [one for one in yaml.load_all(text, yaml.CSafeLoader) if one is not None]
+
+
+def documents(texts: Iterable[str]) -> list[dict]:
+    """What is in these, for the caller to change."""
+    return copy.deepcopy([one for text in texts for one in parse(text)])
 
 
 def base() -> list[dict]:
@@ -81,6 +89,13 @@ def fault_of_schema(document: dict) -> str:
                                    reason="kubernetes-validate missing (requirements/kubernetes.txt)")
     if document["apiVersion"] in UNKNOWN_TO_SCHEMAS:
         return ""
+    return first_fault(validate, json.dumps(document))
+
+
+@functools.cache
+def first_fault(validate: ModuleType, text: str) -> str:
+    """Of a document in JSON: most tests have most of them from the test before."""
+    document = json.loads(text)
     for version in (re.search(r"[\d.]+", yaml.safe_load((CHART / "Chart.yaml").read_text())["kubeVersion"])[0],
                     validate.latest_version()):
         try:
@@ -306,7 +321,7 @@ PLANTED: dict[str, tuple[Callable[[Fleet], object], str]] = {
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_error_is_found(readers, planted):
     plant, said = PLANTED[planted]
-    fleet = Fleet(copy.deepcopy(base()))
+    fleet = Fleet(base())
     plant(fleet)
     found = problems(fleet.documents, readers)
     assert re.search(said, "\n".join(found)), found
