@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How all tests draw examples (the same ones each time, however long the machine takes for one), how a failure is
-judged (tests/verdict.py), and what is shown of the processes that were there (tests/stacks.py).
+"""How all tests draw examples (the same ones each time, however long the machine takes for one), and how a failure is
+judged (tests/verdict.py).
 
 With VLLM_PD_EXAMPLES set, as for a long search, they are drawn at random.
 """
@@ -9,7 +9,6 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import stacks
 from tests.searches import pytest_collection_modifyitems, pytest_runtest_call  # noqa: F401
 from tests.verdict import (  # noqa: F401  pytest finds hooks in a conftest
     pytest_assertrepr_compare,
@@ -25,7 +24,3 @@ pytest.register_assert_rewrite("tests.bindings")  # before anything imports its 
 settings.register_profile("steady", deadline=None, suppress_health_check=[HealthCheck.too_slow],
                           derandomize="VLLM_PD_EXAMPLES" not in os.environ)
 settings.load_profile("steady")
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.pluginmanager.register(stacks)

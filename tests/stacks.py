@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the processes of a test are at when it fails: one that hangs is gone before anybody can look.
 
-The hook adds a section to the report of a failure: each descendant of this process with its state, and for each thread
-the kernel function in which it waits. The Python processes of a folder whose conftest has called `prepare` add their
-stacks.
+A folder's conftest imports the hook, which adds a section to the report of a failure: each descendant of this process
+with its state, and for each thread the kernel function in which it waits. Python processes that were started after
+`prepare` add their stacks.
 """
 import atexit
 import contextlib

@@ -20,6 +20,7 @@ from dp_forked import Forks
 from dp_loads import BOUND_S, MAX_TOKENS, PROMPTS, TREE
 
 from tests import stacks
+from tests.stacks import pytest_runtest_makereport  # noqa: F401
 from tests.verdict import TokenIds, count_as_crash
 from vllm_pd.bench.dp.group import Group, GroupEnded
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import EngineProcess, Pair, lend, start_pair, start_zygote
 
 from tests import stacks
+from tests.stacks import pytest_runtest_makereport  # noqa: F401
 
 stacks.prepare()
 

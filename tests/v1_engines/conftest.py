@@ -3,6 +3,7 @@
 import os
 
 from tests import stacks
+from tests.stacks import pytest_runtest_makereport  # noqa: F401
 from tests.v1.conftest import logs, mono  # noqa: F401
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

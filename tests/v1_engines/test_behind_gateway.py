@@ -47,6 +47,7 @@ def run(gateway: GatewayName, phases: tuple[PhaseName, ...], tmp_path) -> Behind
     return record
 
 
+@pytest.mark.heavy
 def test_b117_behind_envoy(tmp_path):
     """Engines come, are replaced by others of another protocol, are killed, and leave; so is the broker. Nothing fails
     and no answer changes; only streams of the decode engine that was killed are cut."""

@@ -21,7 +21,7 @@ from vllm_pd.ops.launch.plan import ROUTER
 from vllm_pd.ops.scrape import scrape
 from vllm_pd.rpc.ports import take_free
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1800)]
 CONTEXT = 512
 TIMEOUT_S = 600.0
 GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True,

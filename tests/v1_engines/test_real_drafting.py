@@ -24,7 +24,8 @@ BLOCK, STEP, TOKENS = 32, 256, 6
 LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
 
 
-@pytest.fixture(scope="module", params=[({}, 0.1), (WINDOWS, 0.05)], ids=["one-group", "windows"])
+@pytest.fixture(scope="module", params=[pytest.param(({}, 0.1), marks=pytest.mark.heavy), (WINDOWS, 0.05)],
+                ids=["one-group", "windows"])
 def engines(logs, request):
     """A stock engine and D, with a P, all with the same head; P drafts fewer tokens. And which share of drafts may
     differ. With windows the head's layer is in one of two groups with full attention, beside one of a window of 64

@@ -17,7 +17,7 @@ from vllm_pd.ops.launch.up import Fleet
 from vllm_pd.ops.scrape import scrape
 from vllm_pd.rpc.ports import take_free_run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(1500)]
 MODEL, START_S, END_S, WAIT_S = "tiny", 900.0, 200.0, 3.0
 SERVE_ARGS = ["--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager",
               "--served-model-name", MODEL, "--num-gpu-blocks-override", "512", "--max-num-seqs", "8"]

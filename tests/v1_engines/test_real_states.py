@@ -99,6 +99,7 @@ class TestMamba:
             wait_for(lambda engine=engine: not engine.used(), "blocks come back")
 
 
+@pytest.mark.heavy
 def test_b114_short_convolutions_with_prefix_caching(tmp_path, logs):
     """New prompts, then with the beginning of others: D and P have hits."""
     draw, size, fresh = random.Random(119), 32, (2, 3, 4, 5, 6, 8, 9, 10, 13, 16, 20)
@@ -114,13 +115,13 @@ def test_b114_short_convolutions_with_prefix_caching(tmp_path, logs):
         assert conv.sent_bytes() - before == right * 2 * size * TOKEN_BYTES
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.heavy)])
-def test_b113_b114_drafts_after_the_state_of_a_peer(tmp_path, logs, every):
+@pytest.mark.heavy
+def test_b113_b114_drafts_after_the_state_of_a_peer(tmp_path, logs):
     """Mamba-2, prompts one by one and many at once: what P and D answer with drafts, of which all numbers are accepted,
     is what a stock engine answers without. The kernels that update a state, in which vLLM's CPU build is wrong with
     drafts, are ours (tests/v1/known_drafts.py); the model runner, which says where a state begins, is vLLM's."""
     draw, known = random.Random(120), tmp_path / "known.json"
-    many = prompts(120, [*LENGTHS, *(draw.randrange(60, 700) for _ in range(31))])[::every]
+    many = prompts(120, [*LENGTHS, *(draw.randrange(60, 700) for _ in range(31))])
     known.write_text("[]", encoding="utf-8")
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     with with_states(tmp_path, logs, "mamba", STEP, {"speculative_config": drafts, "known": str(known)},

@@ -34,6 +34,7 @@ def test_b1_with_torch(mono, pair):
     check_tokens(mono, pair)
 
 
+@pytest.mark.heavy
 def test_b22_a_stopped_p_keeps_no_block_of_d(mono, pair):
     p, d = pair
     many = prompts(6, (1900, 1000))
@@ -49,5 +50,6 @@ def test_b22_a_stopped_p_keeps_no_block_of_d(mono, pair):
     assert d.generate(after) == mono.generate(after)
 
 
+@pytest.mark.heavy
 def test_b21_with_torch(mono, pair):
     check_killed(mono, pair)

@@ -134,7 +134,7 @@ def test_b104_an_engine_is_killed_while_it_works(mono, pair, folder, settings, l
         again.stop()
 
 
-@pytest.fixture(params=["alone", pytest.param("with peers", marks=pytest.mark.heavy)])
+@pytest.fixture(params=["alone", "with peers"])
 def two_ranks(request, settings, logs):
     """(what starts one life after the other of an engine of two ranks, the folder of its store)"""
     memory, lives = Path(tempfile.mkdtemp(prefix="vllm-pd-test-", dir="/dev/shm")), []
@@ -156,6 +156,7 @@ def two_ranks(request, settings, logs):
     shutil.rmtree(memory)
 
 
+@pytest.mark.heavy
 def test_b104_two_ranks_load_what_those_of_an_earlier_life_have_put(mono, two_ranks):
     """B104: as one stock engine answers. One rank is ended by SIGKILL while it computes and puts, and with it the
     engine: what it had put is right, and what is not whole on both ranks is computed."""

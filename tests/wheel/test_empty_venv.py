@@ -26,7 +26,7 @@ from vllm_pd.rpc.ports import take_free
 MOST_BYTES = 200_000_000  # of a router's environment, pip included
 MOST_IMAGE_BYTES = 250_000_000  # of what its image installs, the same
 ROUTER_IMAGE = project.ROOT / "deploy" / "containers" / "router.Containerfile"
-PYTHONS = ("3.12", "3.13")  # besides the one that runs the tests
+PYTHONS = ("3.12", pytest.param("3.13", marks=pytest.mark.heavy))  # besides the one that runs the tests
 # `vllm` brings or needs the next three; gRPC and `envoy` are the picker's
 ABSENT = {"vllm", "torch", "numpy", "opentelemetry", "nats", "starlette", "grpc", "envoy"}
 MODEL = Path(os.environ["VLLM_PD_MODEL"])
@@ -218,7 +218,7 @@ def test_a_router_needs_its_extra_only(router):
 
 def test_a_picker_needs_its_extra_only(tmp_path, wheel):
     """It starts, tokenises with the model's tokenizer, knows its engines, and says so by gRPC and HTTP."""
-    env = make(tmp_path / "env", sys.executable, wheel, "vllm-pd[picker]")
+    env = make(tmp_path / "env", sys.executable, wheel, "vllm-pd[picker]", "--no-compile")
     port, metrics, engine = (str(take_free("127.0.0.1")) for _ in range(3))
     check = ("import grpc; from grpc_health.v1 import health_pb2 as h, health_pb2_grpc as g; print(g.HealthStub("
              f"grpc.insecure_channel('127.0.0.1:{port}')).Check(h.HealthCheckRequest(service='readiness')).status)")

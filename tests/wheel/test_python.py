@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 FLAGS = """
 import json
 from vllm.entrypoints.openai.cli_args import make_arg_parser
@@ -53,6 +55,7 @@ def unpack_python(wheel: Path, folder: Path) -> None:
         opened.extractall(folder, [n for n in opened.namelist() if not n.endswith(".so")])
 
 
+@pytest.mark.heavy
 def test_b53_serve_has_the_flags_of_upstream(wheels, plain, tmp_path):
     unpack_python(wheels["cpu"].path, tmp_path / "ours")
     (tmp_path / "theirs").mkdir()  # without the sdist's egg-info, whose version says no platform
