@@ -75,6 +75,7 @@ def test_b72_first_request_on_a_headless_node_54762(moe, logs, meeting, expected
         assert head.tokens(asked) == expected[:20]
 
 
+@pytest.mark.heavy
 def test_each_rank_with_a_front_end_of_its_own(dense, logs, meeting, tmp_path, start_group):
     """External load balancing of ranks in lockstep: no front end knows of another rank, and no coordinator process is
     there to tell it. An adapter (LoRA) that is loaded and used on one rank only does not disturb the other."""
@@ -108,6 +109,7 @@ def test_each_rank_with_a_front_end_of_its_own(dense, logs, meeting, tmp_path, s
                 time.sleep(0.1)
 
 
+@pytest.mark.heavy
 def test_an_offline_rank_that_ends_early_leaves_the_others_their_group(moe, logs, forks):
     """`LLM` in a process per rank: rank 0 has one short prompt and ends; rank 1 calls `generate` again seconds later
     and goes on for long. Before that both make a call with a collective in it, one while the other generates."""

@@ -10,7 +10,7 @@ from vllm_pd.bench.dp.group import Group, GroupError
 
 NOWHERE = ["adapter", 1, "/nowhere"]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.heavy]
 
 
 @pytest.fixture(scope="module")
