@@ -170,6 +170,7 @@ def test_a_prompt_goes_where_its_prefix_is(fleet, two):
 
 
 @needs_envoy
+@pytest.mark.heavy
 @pytest.mark.parametrize("offset, mode", list(enumerate(EnvoyBodyMode)))
 def test_behind_envoy_a_prompt_goes_where_its_prefix_is(fleet, offset, mode, tmp_path):
     """Envoy with `vllm-pd picker`, which tokenises texts and chats as the engines do, and reads their events: what one

@@ -328,6 +328,7 @@ def test_nothing_listens_or_is_read_and_it_takes_seconds(models, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_without_a_device_it_says_so(models, tmp_path):
     """As beside a vLLM that is built for a GPU that is not there."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_DEVICE)
@@ -337,6 +338,7 @@ def test_without_a_device_it_says_so(models, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_environment_variables_in_front_are_the_engine_s(models):
     plain, named = line(models["llama"], "kv_producer"), line(models["llama"], "kv_consumer")
     found = preview(plain, f"VLLM_KV_CACHE_LAYOUT=NHD vllm serve {named} --tensor-parallel-size 2",

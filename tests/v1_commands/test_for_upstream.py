@@ -45,6 +45,7 @@ def run_tests(written: Path, tests: list[str]) -> subprocess.CompletedProcess:
                           env={**os.environ, "PYTHONPATH": str(written / "tree")})
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", NAMES)
 def test_b50_a_proposal_is_signed_off_and_its_tests_see_what_it_mends(written, name):
     assert SIGNED in (written / f"{name}.patch").read_text()
