@@ -17,6 +17,8 @@ calling thread, theirs in a thread of its own.
     matched   the same with the hashes prepared
     removed   one block an event, children first
     memory    the growth of a new process, per 1,000 blocks of one worker, and where all workers hold the same blocks
+    windows   a look-up by names where all workers hold all of the prompt and have a group with a sliding window: none
+              (no such group), where the window's blocks are at the prompt's end, and where they are nowhere; ours only
 
 Without --theirs FOLDER (made by `pip install --no-deps --target FOLDER ai-dynamo-runtime`) only ours is measured.
 """
@@ -46,6 +48,7 @@ from vllm_pd.events.messages import BlockStored, EventBatch
 from vllm_pd.router.index import PrefixIndex
 
 BLOCK_SIZE = 16
+WINDOW_BLOCKS = 8  # of gpt-oss: 128 tokens
 MASK = (1 << 63) - 1
 GOALS = {"looked up": 50_000, "wire": 100_000}  # blocks a second
 
@@ -212,6 +215,25 @@ def rounds(args: argparse.Namespace, kinds: list[type], event_blocks: int) -> di
                for what, values in each.items()} for name, each in rates.items()}}
 
 
+def windows(args: argparse.Namespace) -> dict[str, float]:
+    """Microseconds of CPU for a look-up: the best of the rounds."""
+    found = {}
+    blocks = args.prompt_blocks
+    tokens = list(range(blocks * BLOCK_SIZE))
+    names = PrefixIndex(BLOCK_SIZE).hashes(tokens)
+    for case in ("none", "at the end", "nowhere"):
+        index = PrefixIndex(BLOCK_SIZE)
+        for worker in range(args.workers):
+            index.stored(f"w{worker}", list(range(1, blocks + 1)), None, tokens, BLOCK_SIZE)
+            if case != "none":
+                end = range(blocks - WINDOW_BLOCKS, blocks) if case == "at the end" else ()
+                index.mark(f"w{worker}", WINDOW_BLOCKS, [block + 1 for block in end])
+        assert set(index.matches(names).values()) == (set() if case == "nowhere" else {blocks})
+        found[case] = min(timed(lambda index: [index.matches(names) for _ in range(args.lookups)], index)[1]
+                          for _ in range(args.rounds)) / args.lookups * 1e6
+    return found
+
+
 def grown(kind: type, blocks: int, workers: int, prompt_blocks: int, shared: bool) -> float:
     """The growth of this process in bytes per 1,000 blocks. To be called in a new process."""
     rng = random.Random(0)
@@ -265,6 +287,7 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}", "block_size": BLOCK_SIZE,
         "workers": args.workers, "prompt_blocks": args.prompt_blocks, "rounds": args.rounds, "goals": GOALS,
         "versions": {kind.name: version(kind, args.theirs) for kind in kinds},
+        "windows_us": windows(args),
         "speed": [rounds(args, kinds, event_blocks) for event_blocks in args.event_blocks],
         "bytes_per_1000_blocks": {kind.name: {"one worker": memory(args, kind, False),
                                               f"each on all {args.workers}": memory(args, kind, True)}
@@ -281,6 +304,7 @@ def main() -> None:
                 for what, v in each.items()))
         print(f"  {GOALS['wire']:,} event blocks and {GOALS['looked up']:,} look-ups a second take "
               f"{part['goal_core_share']:.0%} of a core")
+    print("  look-up with windows:", *(f"{case}: {us:.0f} us  " for case, us in report["windows_us"].items()))
     for name, each in report["bytes_per_1000_blocks"].items():
         print(f"  {name:18}", *(f"{what}: {size / 1000:.0f} kB per 1,000 blocks  " for what, size in each.items()))
     if args.out:

@@ -31,6 +31,10 @@ def test_a_round_measures_everything():
     assert all(figure["low"] <= figure["median"] <= figure["high"] for figure in figures.values())
 
 
+def test_look_ups_with_windows_are_measured():
+    assert bench.windows(ARGS).keys() == {"none", "at the end", "nowhere"}
+
+
 def test_memory_is_that_of_a_fresh_process():
     args = argparse.Namespace(memory_blocks=24_000, workers=2, prompt_blocks=12, theirs=None)
     assert bench.memory(args, bench.Ours, shared=True) > 10_000  # bytes per 1,000 blocks; less can't hold them

@@ -124,6 +124,17 @@ async def test_b102_the_rest_counts_at_the_prefill_engine_and_at_the_decode_engi
         assert placer.place_prefill(again) is p and placer.place(again, ())[0] is d
 
 
+async def test_b69_a_prompt_of_which_a_window_keeps_only_the_end_is_read_to_its_end():
+    """Its first blocks are no hit, and yet not unknown."""
+    async with placing(load=DeferringTokenizer, tokenize_timeout_s=50.0, expected_s=1000.0) as (placer, _, _, metrics):
+        index, blocks = index_of(placer), len(LONG) // BLOCK
+        index.stored("http://b:1", list(range(1, blocks + 1)), None, list(LONG))
+        index.mark("http://b:1", 2, [blocks - 1, blocks])
+        assert held(placer, LONG[:PARTIAL]) == {} and held(placer, LONG) == {"http://b:1": blocks}
+        worker, choice = placer.place(await placer.plan([], body(LONG), True), ())
+        assert (worker.url, choice.overlap_blocks) == ("http://b:1", blocks) and sample(metrics, "begun") == 0
+
+
 @pytest.mark.parametrize("happens", ["left", "dropped", "cleared", "evicted"])
 async def test_what_is_gone_does_not_come_back(happens):
     """Between a prompt that was begun and its like the worker has lost the first blocks: so it has lost the others."""

@@ -162,6 +162,19 @@ async def test_a_prompt_goes_where_its_blocks_are():
         assert gateway.count("vllm:pd_router_overlap_blocks_total") == 60
 
 
+async def test_b69_a_prompt_goes_where_the_windows_hold_its_end():
+    """All engines hold all of it in the groups with full attention."""
+    async with picking(3, Policy.KV) as (gateway, engines):
+        index, prompt = with_index(gateway.server.judgement.placer, 4), list(range(40))
+        for number, engine in enumerate(engines):
+            index.stored(engine.url, list(range(1, 11)), None, prompt, 4)
+            index.mark(engine.url, 2, [[], [9, 10], [2, 3]][number])
+        for mode in (Mode.FULL_DUPLEX_STREAMED, Mode.BUFFERED):
+            data = json.dumps({"model": "m", "prompt": prompt}).encode()
+            assert await gateway.picked(data=data, mode=mode) == endpoint(engines[1])
+        assert gateway.count("vllm:pd_router_overlap_blocks_total") == 20
+
+
 async def test_texts_and_chats_are_tokenised_as_the_engines_do():
     """With the model's own tokenizer and chat template. What is no text goes by the load."""
     tokenizer = Tokenizer(MODEL)

@@ -20,13 +20,16 @@ MAX_REASONS = 16  # different texts that are kept
 MAX_REASON_CHARS = 200
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _OWN_MEDIA = (None, "GPU")
+_WINDOWS = ("sliding_window", "sliding_window_mla")
+_STATES = "mamba"  # recurrent states of any kind
 _REMOTE = "REMOTE"
 
 
 class StoredMap(msgspec.Struct, gc=False, tag="BlockStored"):
     """As `m.BlockStored`, since vLLM 0.24. `lookahead_token_ids` (0.33) are, for each block, tokens after it that its
     hash depends on, too. A block may be stored again when a request hits it (0.27), so repeated ones are not
-    counted."""
+    counted. `kv_cache_spec_kind` says what the layers of the KV cache group are, `kv_cache_spec_sliding_window` has
+    their window in tokens."""
     block_hashes: list[m.Hash]
     parent_block_hash: m.Hash | None
     token_ids: list[m.TokenId]
@@ -36,6 +39,8 @@ class StoredMap(msgspec.Struct, gc=False, tag="BlockStored"):
     lora_name: str | None = None
     extra_keys: list[Any] | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
     counted: ClassVar[bool] = False
@@ -191,6 +196,19 @@ def extras_of(run: Stored) -> list[str | None] | None:
         return None
     found = [_extra(keys, run.lora_name) for keys in run.extra_keys]
     return found if any(found) else None
+
+
+def reach_of(run: Stored) -> int | None:
+    """How many blocks before a position the layers of the run's KV cache group need, of those before it. None where
+    they need all, or where the engine does not say. V1's number: the token at the position is in the window, too."""
+    if not isinstance(run, StoredMap) or run.block_size < 1:
+        return None
+    if run.kv_cache_spec_kind == _STATES:
+        return 1
+    window = run.kv_cache_spec_sliding_window
+    if run.kv_cache_spec_kind not in _WINDOWS or window is None or window < 1:
+        return None
+    return max(1, -(-(window - 1) // run.block_size))
 
 
 def lookahead_blocks(run: Stored) -> int:

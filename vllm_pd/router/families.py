@@ -119,6 +119,20 @@ class UnsizedIndex:
         if self._index is not None:
             self._index.set_lookahead(worker, blocks)
 
+    def mark(self, worker: str, reach: int, block_hashes: Iterable[Hash]) -> None:
+        """See `PrefixIndex`."""
+        if self._index is not None:
+            self._index.mark(worker, reach, block_hashes)
+
+    def unmark(self, worker: str, reach: int, block_hashes: Iterable[Hash]) -> None:
+        """See `PrefixIndex`."""
+        if self._index is not None:
+            self._index.unmark(worker, reach, block_hashes)
+
+    def blocks(self, worker: str) -> int:
+        """See `PrefixIndex`."""
+        return 0 if self._index is None else self._index.blocks(worker)
+
     def cleared(self, worker: str) -> None:
         """See `PrefixIndex`."""
         if self._index is not None:

@@ -12,16 +12,21 @@ is stored; engines sometimes evict a parent before its children and compute it a
 blocks (`cleared`, `drop`), they stop matching at once. Their bits are cleared a few at a time, at each later change,
 so that no call takes long.
 
+An engine may have KV cache groups that need only the last blocks before a position (sliding windows, recurrent states;
+`vllm_pd.router.windows`). `stored` and `removed` are about the groups that need all blocks. What the others hold is
+*marked* (`mark`), in tables of the same form. A mark may come before its block is stored, and ends with the block.
+
 Not thread-safe. The time of a call is proportional to the number of blocks it names. `replacing` takes a large snapshot
 in steps.
 """
 import heapq
 import math
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Collection, Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from vllm_pd.errors import ConfigError, PeerMismatch
 from vllm_pd.protocol.hashes import TOKEN_BYTES, chain, chain_with_extras, pack_tokens, root_seed
+from vllm_pd.router.windows import longest_hits
 
 SWEEP_BLOCKS = 256  # bits of lost blocks cleared at each change of the index
 MAX_WAITING_BLOCKS = 65536  # per worker, besides those that waited after a snapshot; beyond, it needs a new snapshot
@@ -55,6 +60,14 @@ class _WorkerEntry:
     shared: dict[int, int] = field(default_factory=dict)  # name -> number of further engine hashes with the same name
     waiting: dict[Hash, dict[Hash, bytes]] = field(default_factory=dict)  # parent -> waiting block -> tokens and extras
     parents: dict[Hash, Hash] = field(default_factory=dict)  # waiting block -> its parent
+    unnamed: dict[int, set[Hash]] = field(default_factory=dict)  # reach of groups -> marked blocks without a name
+
+
+@dataclass(slots=True)
+class _Marks:
+    """What the groups with one reach hold."""
+    users: int = 0  # bits of the workers with such groups
+    holders: dict[int, int] = field(default_factory=dict)  # name -> bits of the workers that hold the block there, too
 
 
 class PrefixIndex:
@@ -72,9 +85,11 @@ class PrefixIndex:
         self._live = 0  # bits of the workers in _workers
         self._free_bits: list[int] = []
         self._bits_made = 0
-        self._dying: list[tuple[int, Iterator[int]]] = []  # bit of a lost worker, names for which it is still set
+        # Bit of a lost worker, names for which it is still set, its reaches.
+        self._dying: list[tuple[int, Iterator[int], Collection[int]]] = []
         self._expected: dict[int, dict[int, float]] = {}  # name -> bit -> until when, on the caller's clock
         self._expiries: list[tuple[float, int, list[int]]] = []  # heap: until, bit, names
+        self._marks: dict[int, _Marks] = {}  # by reach, in blocks
 
     # Queries.
 
@@ -83,8 +98,17 @@ class PrefixIndex:
         return chain(pack_tokens(token_ids), self.block_size, root_seed(lora))
 
     def matches(self, hashes: Sequence[int], now_s: float | None = None) -> dict[str, int]:
-        """How many consecutive blocks from the start of the prompt each worker holds. `hashes` are their names; workers
-        with none are left out. With `now_s`, blocks that are expected until a later time (`expect`) count as held."""
+        """How many blocks from the start of the prompt are a prefix hit at each worker. `hashes` are their names;
+        workers with none are left out. With `now_s`, blocks that are expected until a later time (`expect`) count as
+        held."""
+        found = self.beginnings(hashes, now_s)
+        if self._marks and found:
+            self._shorten(found, hashes, now_s)
+        return found
+
+    def beginnings(self, hashes: Sequence[int], now_s: float | None = None) -> dict[str, int]:
+        """As `matches`, but only by the groups that need all blocks. Where these lack a block of the prompt, no longer
+        prompt has a hit behind it."""
         if now_s is not None and self._expiries and self._expiries[0][0] <= now_s:
             self.expire(now_s)
         holders, expected = self._holders, {} if now_s is None else self._expected
@@ -116,6 +140,30 @@ class PrefixIndex:
             found[worker] -= self._lookahead[worker]
             if found[worker] <= 0:
                 del found[worker]
+
+    def _shorten(self, found: dict[str, int], hashes: Sequence[int], now_s: float | None) -> None:
+        """To what the groups that need only the last blocks allow."""
+        lengths: dict[int, int] = {}
+        reaches: set[int] = set()
+        for worker in list(found):
+            if (state := self._workers[worker]).unnamed:
+                length = found.pop(worker)
+                lengths[length] = lengths.get(length, 0) | state.bit
+                reaches.update(state.unnamed)
+        expected = {} if now_s is None else self._expected
+        tables = {reach: (self._marks[reach].users, self._marks[reach].holders) for reach in reaches}
+
+        def lacks(number: int, reach: int) -> int:
+            name, (users, holders) = hashes[number], tables[reach]
+            bits = users & ~holders.get(name, 0)
+            if bits and expected and (expected_bits := expected.get(name)) is not None:
+                for bit, until_s in expected_bits.items():
+                    if until_s > now_s:
+                        bits &= ~bit
+            return bits
+
+        for length, bits in longest_hits(lengths, tables, lacks).items():
+            self._record(bits, length, found)
 
     def _record(self, bits: int, depth: int, found: dict[str, int]) -> None:
         while bits:
@@ -160,7 +208,41 @@ class PrefixIndex:
             holders[name] = others | bit
             if name in expected:
                 self._unexpect(name, bit)
+        if state.unnamed:
+            for engine_hash, name in zip(block_hashes, new_names, strict=True):
+                self._mark_named(state, engine_hash, name)
         return True
+
+    def mark(self, worker: str, reach: int, block_hashes: Iterable[Hash]) -> None:
+        """The groups of `worker` that need only the last `reach` blocks before a position hold these blocks now. From
+        the first call on, which may name none, hits at the worker need them. The caller bounds the number of marked
+        blocks. A mark ends with its block."""
+        if self._dying:
+            self.sweep()
+        state = self._workers.get(worker) or self._join(worker)
+        marks, unnamed = self._marks.setdefault(reach, _Marks()), state.unnamed.setdefault(reach, set())
+        marks.users |= state.bit
+        for engine_hash in block_hashes:
+            name = state.names.get(engine_hash)
+            if name is None:
+                unnamed.add(engine_hash)
+            else:
+                marks.holders[name] = marks.holders.get(name, 0) | state.bit
+
+    def unmark(self, worker: str, reach: int, block_hashes: Iterable[Hash]) -> None:
+        """One of these groups does not hold these blocks any more."""
+        state = self._workers.get(worker)
+        if state is not None and reach in state.unnamed:
+            self._unmark(state, (reach, ), block_hashes)
+
+    def _unmark(self, state: _WorkerEntry, reaches: Iterable[int], block_hashes: Iterable[Hash]) -> None:
+        for engine_hash in block_hashes:
+            name = state.names.get(engine_hash)
+            for reach in reaches:
+                if name is None:
+                    state.unnamed[reach].discard(engine_hash)
+                else:
+                    _clear_bit(self._marks[reach].holders, name, state.bit)
 
     def set_lookahead(self, worker: str, blocks: int) -> None:
         """The worker's block hashes depend on the tokens of `blocks` following blocks, so that the last `blocks` ones
@@ -175,6 +257,9 @@ class PrefixIndex:
         if self._dying:
             self.sweep()
         state = self._workers.get(worker) or self._join(worker)
+        if state.unnamed:
+            block_hashes = list(block_hashes)
+            self._unmark(state, state.unnamed, block_hashes)
         for engine_hash in block_hashes:
             more = state.copies.pop(engine_hash, 0) if state.copies else 0
             if more:
@@ -234,7 +319,8 @@ class PrefixIndex:
         `matches` with `now_s`, unless the worker's events store or remove them before."""
         state = self._workers.get(worker) or self._join(worker)
         bit, holders = state.bit, self._holders
-        names = [name for name in hashes if not holders.get(name, 0) & bit]
+        # Groups that need only the last blocks may lack some that the others hold.
+        names = list(hashes) if state.unnamed else [name for name in hashes if not holders.get(name, 0) & bit]
         for name in names:
             expected_bits = self._expected.setdefault(name, {})
             expected_bits[bit] = max(until_s, expected_bits.get(bit, until_s))
@@ -275,21 +361,30 @@ class PrefixIndex:
         return {"names": len(self._holders), "workers": len(self._workers), "dying": len(self._dying),
                 "waiting": sum(len(state.parents) for state in self._workers.values()),
                 "waited_for": sum(len(state.waiting) for state in self._workers.values()),
-                "expected": len(self._expected), "expiries": len(self._expiries)}
+                "expected": len(self._expected), "expiries": len(self._expiries),
+                "marked": sum(len(marks.holders) for marks in self._marks.values()), "reaches": len(self._marks),
+                "unnamed": sum(len(hashes) for state in self._workers.values() for hashes in state.unnamed.values())}
 
     def sweep(self, blocks: int | None = None) -> None:
         """Clear at most `blocks` bits (default: SWEEP_BLOCKS) of lost workers. Every change calls this itself."""
         if blocks is None:
             blocks = SWEEP_BLOCKS
         while self._dying and blocks > 0:
-            bit, names = self._dying[-1]
+            bit, names, reaches = self._dying[-1]
             for name in names:
                 self._release(name, bit)
+                for reach in reaches:
+                    if (marks := self._marks.get(reach)) is not None:
+                        _clear_bit(marks.holders, name, bit)
                 blocks -= 1
                 if blocks <= 0:
                     return
             self._dying.pop()
             self._free_bits.append(bit)
+            for reach in reaches:
+                marks = self._marks.get(reach)
+                if marks is not None and not marks.users and not marks.holders:
+                    del self._marks[reach]
 
     # Internals.
 
@@ -312,6 +407,8 @@ class PrefixIndex:
         bit = state.bit
         self._live &= ~bit
         del self._by_bit[bit]
+        for reach in state.unnamed:
+            self._marks[reach].users &= ~bit
         kept = []
         for until_s, other, names in self._expiries:
             if other != bit:
@@ -321,7 +418,7 @@ class PrefixIndex:
                 self._unexpect(name, bit)
         heapq.heapify(kept)
         self._expiries = kept
-        self._dying.append((bit, iter(state.names.values())))
+        self._dying.append((bit, iter(state.names.values()), tuple(state.unnamed)))
 
     def _hold(self, state: _WorkerEntry, engine_hash: Hash, name: int, counted: bool = True) -> None:
         """Record the block under its name, and then the blocks that waited for it."""
@@ -334,6 +431,7 @@ class PrefixIndex:
                     state.copies[engine_hash] = state.copies.get(engine_hash, 0) + 1
             else:
                 if known is not None:
+                    self._unmark(state, state.unnamed, [engine_hash])
                     self._lose(state, known)
                 self._gain(state, engine_hash, name)
             if state.waiting and (children := state.waiting.pop(engine_hash, None)):
@@ -357,6 +455,16 @@ class PrefixIndex:
             self._holders[name] = holders | state.bit
             if self._expected:
                 self._unexpect(name, state.bit)
+        if state.unnamed:
+            self._mark_named(state, engine_hash, name)
+
+    def _mark_named(self, state: _WorkerEntry, engine_hash: Hash, name: int) -> None:
+        """The block has a name now. It may have been marked before."""
+        for reach, unnamed in state.unnamed.items():
+            if engine_hash in unnamed:
+                unnamed.discard(engine_hash)
+                holders = self._marks[reach].holders
+                holders[name] = holders.get(name, 0) | state.bit
 
     def _lose(self, state: _WorkerEntry, name: int) -> None:
         more = state.shared.pop(name, 0) if state.shared else 0
@@ -413,3 +521,11 @@ class PrefixIndex:
         expected_bits = self._expected.get(name)
         if expected_bits is not None and expected_bits.pop(bit, None) is not None and not expected_bits:
             del self._expected[name]
+
+
+def _clear_bit(holders: dict[int, int], name: int, bit: int) -> None:
+    bits = holders.get(name, 0) & ~bit
+    if bits:
+        holders[name] = bits
+    else:
+        holders.pop(name, None)

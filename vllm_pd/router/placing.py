@@ -142,7 +142,7 @@ class Placer:
         if not all(found.values()) or self.deferred.finish_matching(found[min(found)]):
             return False
         now_s = self._now()
-        return all(max(family.index(size).matches(hashes, now_s).values(), default=0) < len(hashes)
+        return all(max(family.index(size).beginnings(hashes, now_s).values(), default=0) < len(hashes)
                    for size, hashes in found.items())
 
     def place(self, plan: PlacementPlan, tried: Collection[RouterWorker]) -> tuple[RouterWorker, Choice] | None:
@@ -254,7 +254,7 @@ class Placer:
         if not result.made:
             return
         plan.hashes, plan.request = result.made, self._request(plan.family, result)
-        matches = [(plan.family.index(size).matches(hashes, self._now()), len(hashes))
+        matches = [(plan.family.index(size).beginnings(hashes, self._now()), len(hashes))
                    for size, hashes in first.items()]
         for worker in (plan.prefill_worker, plan.worker):
             if worker is not None and any(held.get(worker.url) == count for held, count in matches):
