@@ -150,8 +150,8 @@ class LayerSender:
         if len(lanes) != model.layers:
             raise SystemExit(f"{len(lanes)} lanes for {model.layers} layers: their memory is adjacent by chance")
         self._ours: CacheDescription = ours
-        mine = descriptor_rows([(lane.local, lane.bytes) for lane in lanes], ours)
-        other = descriptor_rows([(lane.remote, lane.bytes) for lane in lanes], theirs)
+        mine = descriptor_rows([lane.ours for lane in lanes], ours)
+        other = descriptor_rows([lane.theirs for lane in lanes], theirs)
         self._lists = (self._agent.prepare(mine, ours.memory), self._agent.prepare(other, theirs.memory, RECEIVER))
         self._wire = model.load.wire_bytes_per_s
         self._queue: queue.Queue[tuple[range, range, bytes]] = queue.Queue()

@@ -116,9 +116,9 @@ class Raw:
         self._ours, self._theirs = ours, peer.cache
         self._lanes = plan(ours, peer.cache)
         self._local = self._agent.prepare(
-            descriptor_rows([(lane.local, lane.bytes) for lane in self._lanes], ours), ours.memory)
+            descriptor_rows([lane.ours for lane in self._lanes], ours), ours.memory)
         self._remote = self._agent.prepare(
-            descriptor_rows([(lane.remote, lane.bytes) for lane in self._lanes], peer.cache), ours.memory, "receiver")
+            descriptor_rows([lane.theirs for lane in self._lanes], peer.cache), ours.memory, "receiver")
 
     def write_s(self, local: list[int], remote: list[int]) -> float:
         """Writes these local blocks into these remote ones. Seconds until it is done."""

@@ -251,11 +251,11 @@ class FakeTransport:
 
     def copy(self, key: str, local: list[int], remote: list[int]) -> None:
         """Called by the fabric: move these blocks of a transfer."""
-        transfer, ours = self._open[key], self._cache
+        transfer = self._open[key]
         for our_block, their_block in zip(local, remote, strict=True):
             for lane in transfer.lanes:
-                there = lane.remote + their_block * transfer.theirs.block_stride_bytes
-                here = lane.local + our_block * ours.block_stride_bytes
+                there = lane.remote + their_block * lane.remote_stride_bytes
+                here = lane.local + our_block * lane.local_stride_bytes
                 ctypes.memmove(*((here, there) if transfer.reads else (there, here)), lane.bytes)
 
     def end(self, key: str, seconds: float, error: str, may_land: bool = False) -> None:

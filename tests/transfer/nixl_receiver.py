@@ -11,9 +11,10 @@ import time
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
+import msgspec
 import torch
 
-from vllm_pd.transfer.layout import describe
+from vllm_pd.transfer.layout import WholeRegion, describe
 from vllm_pd.transfer.nixl.generations import NixlGenerations
 from vllm_pd.transfer.torch.link import LinkLimits
 from vllm_pd.transfer.torch.transport import TorchTransport
@@ -30,7 +31,7 @@ class Rank:
 
     def __init__(self, name: str, *, blocks: int = 40, layers: int = 4, dtype=torch.int32, layout="IPEX", start=0,
                  progress_thread: bool = True, heads: range = range(KV_HEADS), transport="nixl", stall_s: float = 10.0,
-                 granted: bool = True, host: str = "127.0.0.1"):
+                 granted: bool = True, host: str = "127.0.0.1", index: int = 0):
         shape, backend = (2, blocks, BLOCK_SIZE * len(heads) * HEAD_SIZE), "IPEX"
         if layout in ("NHD", "HND"):
             shape = (2, blocks, BLOCK_SIZE, len(heads), HEAD_SIZE)
@@ -45,6 +46,13 @@ class Rank:
         self.name = name
         self.cache = describe(caches, num_blocks=blocks, block_size=BLOCK_SIZE, kv_heads=len(heads),
                               head_size=HEAD_SIZE, platform="cpu", backend=backend, first_head=heads.start)
+        self.index = torch.zeros(0)  # [layers, blocks, bytes]; the last 8 bytes are no block's
+        if index:
+            self.index = ((torch.arange(2 * blocks * (index + 8)) + start) % 253).to(torch.uint8).view(2, blocks, -1)
+            self.cache = msgspec.structs.replace(self.cache, whole=tuple(
+                WholeRegion(layer, each.data_ptr(), index, index + 8)
+                for layer, each in zip((0, 2), self.index, strict=True)))
+            caches = [*caches, self.index]
         if transport == "nixl":
             self.transport = NixlGenerations(name, caches, self.cache, progress_thread, host)
         else:
@@ -69,6 +77,8 @@ def serve(pipe: Connection, name: str, options: dict) -> None:
             pipe.send(_poll(rank, *arguments))
         elif command == "memory":
             pipe.send(torch.stack(rank.memory).numpy())
+        elif command == "index":
+            pipe.send(rank.index.numpy())
         elif command == "open":
             rank.transport.open_grant(*arguments)
             pipe.send(None)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import msgspec
 import torch
 
 from vllm_pd.transfer.device import HostDevice
@@ -27,10 +28,12 @@ from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.requests import AddTransferPeer, TransferProgress
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
+from vllm_pd.transfer.whole import regions_beside
 from vllm_pd.transfer.worker import TransferWorker
 
 WAIT_S = 200.0
 LAYERS, BLOCKS, TOKENS = 3, 12, 8
+NO_INDEX, GAP = 1, 24  # a layer; bytes after each block of an index
 AXES = "LBHNC"
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch"])
@@ -39,10 +42,12 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True)
 class Heads:
-    """Of a model: how many KV heads it has, and what is stored of one for a token."""
+    """Of a model: how many KV heads it has, and what is stored of one for a token. `index`: how many bytes layers have
+    beside their KV for each token, all but the layer NO_INDEX."""
     count: int = 4
     content: int = 16
     dtype: torch.dtype = torch.float32
+    index: int = 0
 
     @property
     def untouched(self) -> int:
@@ -58,6 +63,12 @@ def expected(heads: range, blocks: int = BLOCKS, of: Heads = Heads(), layers: ra
     return (numbers if of.dtype is torch.float32 else numbers % 251).to(of.dtype)
 
 
+def expected_index(of: Heads, layers: range = range(LAYERS), blocks: int = BLOCKS) -> torch.Tensor:
+    """What a filled cache holds beside the KV of these layers: [layers with an index, blocks, bytes]."""
+    numbers = torch.arange(LAYERS * blocks * TOKENS * of.index).view(LAYERS, blocks, -1) % 241 + 3
+    return numbers[[layer for layer in layers if layer != NO_INDEX]].to(torch.uint8)
+
+
 def serve(pipe: Connection, rank: int, tp: int, filled: bool, order: str, blocks: int, stages: int = 1,
           of: Heads = Heads()) -> None:
     """The process of a rank whose cache has its axes in that order. Answers commands until it is killed."""
@@ -70,6 +81,15 @@ def serve(pipe: Connection, rank: int, tp: int, filled: bool, order: str, blocks
     views = list(memory)
     description = describe_views(views, num_blocks=blocks, block_size=TOKENS, first_head=heads.start,
                                  first_layer=layers.start)
+    index = torch.zeros(len(expected_index(of, layers, blocks)), blocks, TOKENS * of.index + GAP, dtype=torch.uint8)
+    if of.index:
+        if filled:
+            index.copy_(torch.nn.functional.pad(expected_index(of, layers, blocks), (0, GAP), value=2))
+        beside = {f"layers.{layer}.index": each[:, :-GAP].unflatten(1, (1, TOKENS, of.index)) for layer, each in zip(
+            [layer for layer in layers if layer != NO_INDEX], index, strict=True)}
+        names = {f"layers.{layer}": view for layer, view in zip(layers, views, strict=True)}
+        description = msgspec.structs.replace(description, whole=regions_beside(beside, names, layers.start))
+        views += beside.values()
     steps = ComputedSteps(HostDevice())
 
     def make(attach: AttachRank) -> tuple[StepOrderedTransfer, bytes]:
@@ -83,6 +103,8 @@ def serve(pipe: Connection, rank: int, tp: int, filled: bool, order: str, blocks
         command, *arguments = pipe.recv()
         if command == "memory":
             pipe.send(memory.numpy())
+        elif command == "index":
+            pipe.send(index.numpy())
         elif command == "step":
             steps.launched(*arguments)
             pipe.send(None)
@@ -113,6 +135,10 @@ class RemoteRank:
     def memory(self) -> torch.Tensor:
         """Its cache, [layers, blocks, heads, tokens, content]."""
         return torch.from_numpy(self.ask("memory"))
+
+    def index(self) -> torch.Tensor:
+        """What it has beside the KV, and between that: [layers with an index, blocks, bytes and GAP more]."""
+        return torch.from_numpy(self.ask("index"))
 
     def kill(self) -> None:
         self.process.kill()

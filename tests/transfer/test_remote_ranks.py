@@ -14,7 +14,18 @@ import time
 import msgspec
 import pytest
 import torch
-from remote_rank import BLOCKS, LAYERS, WAIT_S, Heads, RemoteEngine, RemoteRank, expected
+from remote_rank import (
+    BLOCKS,
+    GAP,
+    LAYERS,
+    NO_INDEX,
+    WAIT_S,
+    Heads,
+    RemoteEngine,
+    RemoteRank,
+    expected,
+    expected_index,
+)
 
 from tests.verdict import same_bytes
 from vllm_pd.errors import ControlError
@@ -88,6 +99,57 @@ def test_b101_mla_has_one_head_that_every_rank_holds(engine, p_ranks, d_ranks, p
     assert end.ok and end.bytes == d_ranks * expected(range(1), len(OURS), of).nbytes
     d.until(lambda progress: len(progress.notices) == p_ranks, look=True)
     check(d, d_ranks, of=of)
+
+
+SPARSE = Heads(1, 656, torch.uint8, index=132)
+
+
+def check_index(d: RemoteEngine, tp: int, ours: list[int], theirs: list[int]) -> None:
+    """D has what P had beside the KV of its blocks, and nothing else was written."""
+    untouched = [block for block in range(BLOCKS) if block not in theirs]
+    for number, rank in enumerate(d.processes):
+        has, layers = rank.index(), layer_range(number // tp, len(d.processes) // tp, LAYERS)
+        same_bytes(torch.equal(has[:, theirs, :-GAP], expected_index(SPARSE, layers)[:, ours]))
+        assert len(has) == len([layer for layer in layers if layer != NO_INDEX])
+        same_bytes(not has[:, untouched].any() and not has[..., -GAP:].any())
+
+
+@pytest.mark.parametrize("p,d,p_order,d_order", [
+    ((1, 1), (1, 1), "LBNHC", "BLNHC"), ((1, 1), (2, 1), "LBNHC", "LBNHC"), ((2, 1), (1, 1), "LBNHC", "LBNHC"),
+    ((2, 1), (2, 1), "BLNHC", "LBNHC"), ((1, 2), (1, 1), "LBNHC", "LBNHC"), ((1, 1), (2, 2), "LBNHC", "LBNHC")])
+def test_b101_an_index_goes_with_the_kv_of_its_layers(engine, p, d, p_order, d_order):
+    """B3, B44: between ranks and stages, (ranks of a stage, stages). Each rank of D gets it once."""
+    p_engine, d_engine = (engine(tp, filled, order, stages=stages, of=SPARSE) for (tp, stages), filled, order in (
+        (p, True, p_order), (d, False, d_order)))
+    p_engine.meet(d_engine)
+    ranks = p[0] * p[1]
+    p_engine.transfer.execute([write(peer=d_engine, ranks=ranks)])
+    (end,) = p_engine.until(lambda progress: progress.finished).finished
+    assert end.ok and end.bytes == d[0] * len(OURS) * 8 * (LAYERS * 656 + (LAYERS - 1) * 132)
+    d_engine.until(lambda progress: len(progress.notices) == ranks, look=True)
+    check(d_engine, d[0], of=SPARSE)
+    check_index(d_engine, d[0], OURS, THEIRS)
+
+
+@pytest.mark.parametrize("reads, holds", [((1, 1), (1, 1)), ((2, 1), (1, 1)), ((1, 1), (2, 1)), ((1, 2), (1, 1))])
+def test_b5_b102_a_read_brings_the_index(engine, reads, holds):
+    p = engine(reads[0], False, "LBNHC", stages=reads[1], of=SPARSE)
+    d = engine(holds[0], True, "LBNHC", receives=True, stages=holds[1], of=SPARSE)
+    p.meet(d)
+    p.transfer.execute([Read("r", d.name, THEIRS, OURS)])
+    assert p.until(lambda progress: progress.finished).finished[0].ok
+    check(p, reads[0], of=SPARSE)
+    check_index(p, reads[0], OURS, THEIRS)
+
+
+@pytest.mark.parametrize("other", [Heads(1, 656, torch.uint8), Heads(1, 656, torch.uint8, index=136)], ids=str)
+def test_b42_b101_engines_with_another_index_do_not_meet(engine, other):
+    p, d = engine(1, True, "LBNHC", of=SPARSE), engine(1, False, "LBNHC", of=other)
+    for one, two, said in ((p, d, "2 x 1056 bytes"), (d, p, "2 x 1088 bytes" if other.index else "''")):
+        one.meet(two)
+        (refused,) = one.until(lambda progress: progress.refused).refused
+        assert "beside the KV of a block differs: ours is " in str(refused) and said in str(refused)
+    assert not d.processes[0].index().any()
 
 
 @pytest.mark.parametrize("p_ranks,d_ranks,order", [(1, 2, "LBHNC"), (2, 1, "LBNHC"), (2, 2, "BLHNC")])

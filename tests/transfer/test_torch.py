@@ -26,6 +26,7 @@ from vllm_pd.rpc.ports import is_free
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice, TransportKind
 from vllm_pd.transfer.layout import Memory
+from vllm_pd.transfer.plan import Run
 from vllm_pd.transfer.requests import AddTransferPeer, CancelTransfer, CloseGrant, DropTransferPeer, OpenGrant, Write
 from vllm_pd.transfer.torch.blocks import _PIECE_WORDS, BlockCopier
 from vllm_pd.transfer.torch.link import (
@@ -347,8 +348,7 @@ def test_b23_a_connection_to_a_host_that_is_gone_ends_within_minutes():
 def test_wide_lanes_are_copied_by_the_calling_thread_alone(words):
     """torch starts threads of its own for each thread that copies more at once. The bytes keep their order."""
     source, target = torch.arange(2 * 4 * words).view(2, 4, words), torch.zeros(2, 4, words, dtype=torch.int64)
-    cache = SimpleNamespace(num_blocks=4, block_stride_bytes=8 * words)
-    reads, writes = (BlockCopier([memory], [(lane.data_ptr(), 8 * words) for lane in memory], cache)
+    reads, writes = (BlockCopier([memory], [Run(lane.data_ptr(), 8 * words, 8 * words) for lane in memory], 4)
                      for memory in (source, target))
     ids, buffer = torch.tensor([3, 1]), torch.empty(2 * 2 * 8 * words, dtype=torch.uint8)
     started = []

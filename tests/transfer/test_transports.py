@@ -57,6 +57,24 @@ def test_b3_exactly_the_blocks_named_are_written(rank, kind, layout):
         same_bytes(torch.equal(torch.from_numpy(peer.ask("memory")), expected))
 
 
+def test_b101_what_is_beside_the_heads_of_a_block_is_written_with_them(rank, kind):
+    """B3: of more blocks than a staging buffer has room for, and nothing between them."""
+    p = rank("p-index", blocks=60, index=132 * 16 + 4, layout="HND")
+    with receiver("d-index", blocks=70, start=7, index=132 * 16 + 4, layout="HND", transport=kind) as peer:
+        expected, beside = (torch.from_numpy(peer.ask(what)) for what in ("memory", "index"))
+        connect(p, peer)
+        ours, theirs = list(range(2, 58)), list(range(69, 13, -1))
+        send(p, peer, "k", ours, theirs)
+        peer.tell("poll", 1, 60.0)
+        end = finish(p, ["k"])["k"]
+        assert end.ok and end.bytes == len(ours) * (p.cache.block_bytes * len(p.cache.planes) + 2 * (132 * 16 + 4))
+        assert len(peer.answer()) == 1
+        expected[:, :, theirs] = torch.stack(p.memory)[:, :, ours]
+        beside[:, theirs, :-8] = p.index[:, ours, :-8]
+        same_bytes(torch.equal(torch.from_numpy(peer.ask("memory")), expected))
+        same_bytes(torch.equal(torch.from_numpy(peer.ask("index")), beside))
+
+
 @pytest.mark.parametrize("progress_thread", [False, True], ids=["no thread", "thread"])
 def test_b3_the_data_is_there_whenever_the_notice_is_seen(rank, kind, progress_thread):
     p = rank("p-order", layers=8, progress_thread=progress_thread)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_pd.errors import ConfigError
-from vllm_pd.model.layers import CACHE_DTYPES, check_layers
+from vllm_pd.model.layers import CACHE_DTYPES, MLA_DTYPES, check_layers
 
 
 def configured(cache_dtype: str = "auto", **keys) -> SimpleNamespace:
@@ -27,6 +27,8 @@ def test_b101_other_types_of_the_cache_are_refused(cache_dtype):
 
 @pytest.mark.parametrize("keys, words", [
     ({"index_topk": 2048}, "index_topk=2048.*sparse"), ({"compress_ratios": [1, 4]}, "compress_ratios=.*compressed"),
+    ({"compress_ratios": [1, 4], "index_topk": 2048}, "compress_ratios=.*compressed"),
+    ({"index_kpool": 4, "index_topk": 2048}, "index_kpool=4.*key of each token"),
     ({"rswa_window": 128}, "rswa_window=128.*windows"),
     ({"blocksparse_block_size": 64}, "blocksparse_block_size=64.*block-sparse"),
     ({"swa_num_key_value_heads": 8, "num_key_value_heads": 4}, "swa_num_key_value_heads=8.*num_key_value_heads is 4"),
@@ -36,6 +38,31 @@ def test_b101_other_types_of_the_cache_are_refused(cache_dtype):
 def test_b101_layers_of_several_kinds_are_refused(keys, words):
     with pytest.raises(ConfigError, match=words):
         check_layers(configured(**keys))
+
+
+def v1(cache_dtype: str = "auto", use_mla: bool = True, **keys) -> SimpleNamespace:
+    config = configured(cache_dtype, **keys)
+    config.model_config.use_mla = use_mla
+    return config
+
+
+@pytest.mark.parametrize("index_topk", [None, 2048])
+@pytest.mark.parametrize("cache_dtype", sorted(MLA_DTYPES))
+def test_b101_what_moves_as_whole_bytes_where_it_does(cache_dtype, index_topk):
+    """V1: MLA, also with an index."""
+    check_layers(v1(cache_dtype, index_topk=index_topk), with_bytes=True)
+
+
+@pytest.mark.parametrize("config, words", [
+    (v1(use_mla=False, index_topk=2048), "index_topk=2048.*beside MLA"),
+    (v1(index_topk=2048, index_kpool=4), "index_kpool=4"),
+    (v1(index_topk=2048, compress_ratios=[1, 4]), "compress_ratios"),
+    (v1("nvfp4_ds_mla", index_topk=2048), "kv_cache_dtype='nvfp4_ds_mla'.*'fp8_ds_mla'"),
+    (v1("fp8_ds_mla", use_mla=False), "kv_cache_dtype='fp8_ds_mla'.*'fp8_e5m2'"),
+], ids=["no MLA", "pooled keys", "compressed", "another type", "the type without MLA"])
+def test_b101_b80_bytes_that_are_refused(config, words):
+    with pytest.raises(ConfigError, match=words):
+        check_layers(config, with_bytes=True)
 
 
 @pytest.mark.parametrize("keys", [

@@ -131,7 +131,7 @@ def move(ours: ViewedCache, theirs: ViewedCache, pairs: dict[int, int], heads: r
     if not lanes:
         return 0
     lists = []
-    local, remote = [(lane.local, lane.bytes) for lane in lanes], [(lane.remote, lane.bytes) for lane in lanes]
+    local, remote = [lane.ours for lane in lanes], [lane.theirs for lane in lanes]
     for cache, bases, ids in ((ours, local, list(pairs)), (theirs, remote, list(pairs.values()))):
         cache = cache.description
         every = [(base + block * stride, nbytes) for base, nbytes, _, stride, count in

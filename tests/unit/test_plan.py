@@ -31,7 +31,8 @@ def cache(*, blocks=10, heads=range(4), layers=range(2), base=1 << 20, **other) 
 
 def test_b3_equal_ranks_need_one_whole_block_per_plane():
     ours, theirs = cache(), cache(base=1 << 30, blocks=20)
-    assert plan(ours, theirs) == [Lane(a, b, ours.block_bytes) for a, b in zip(ours.planes, theirs.planes, strict=True)]
+    assert plan(ours, theirs) == [Lane(a, b, *[ours.block_bytes] * 3)
+                                  for a, b in zip(ours.planes, theirs.planes, strict=True)]
 
 
 def test_b3_equal_ranks_need_no_runs_of_heads():
@@ -87,7 +88,8 @@ def test_b101_other_heads_of_a_token_major_cache_need_a_lane_for_each_token(ours
     lanes = plan(mine, other)
     assert lanes == [Lane(mine.planes[plane] + (token * len(ours) + shared[0] - ours.start) * run,
                           other.planes[plane] + (token * len(theirs) + shared[0] - theirs.start) * run,
-                          len(shared) * run) for plane in range(4) for token in range(BLOCK_SIZE)]
+                          len(shared) * run, mine.block_stride_bytes, other.block_stride_bytes)
+                     for plane in range(4) for token in range(BLOCK_SIZE)]
     assert by_token(lanes, mine, other)
     assert not by_token(plan(mine, mine), mine, mine)
 
@@ -117,7 +119,7 @@ def test_b2_pairs_that_must_not_be_written_are_refused(local, remote, word):
 def test_b3_indices_point_at_the_rows_of_every_block_in_every_lane():
     ours, theirs = cache(blocks=10), cache(blocks=20, base=1 << 30)
     lanes = plan(ours, theirs)
-    rows = descriptor_rows([(lane.remote, lane.bytes) for lane in lanes], theirs)
+    rows = descriptor_rows([lane.theirs for lane in lanes], theirs)
     expanded = [(int(base) + i * int(stride), int(nbytes)) for base, nbytes, _, stride, count in rows
                 for i in range(int(count))]
     chosen = [expanded[i] for i in descriptor_indices([3, 19], lanes, theirs)]
@@ -127,6 +129,6 @@ def test_b3_indices_point_at_the_rows_of_every_block_in_every_lane():
 
 def test_b101_descriptors_of_some_blocks_are_the_lanes_of_each_block():
     theirs = cache(blocks=20, base=1 << 30)
-    lanes = [(lane.remote, lane.bytes) for lane in plan(cache(), theirs)]
-    assert run_descriptors([3, 19], np.array(lanes, dtype=np.uint64), theirs).tolist() == [
-        [address + block * theirs.block_stride_bytes, nbytes, 0] for block in (3, 19) for address, nbytes in lanes]
+    runs = [lane.theirs for lane in plan(cache(), theirs)]
+    assert run_descriptors([3, 19], np.array(runs, dtype=np.uint64), theirs).tolist() == [
+        [address + block * theirs.block_stride_bytes, nbytes, 0] for block in (3, 19) for address, nbytes, _ in runs]

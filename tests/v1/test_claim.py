@@ -21,7 +21,7 @@ from vllm_pd.frontend import attach
 from vllm_pd.frontend.drain import DrainMiddleware
 from vllm_pd.frontend.metaserver import DirectJobMiddleware, SeveralAnswersMiddleware
 from vllm_pd.model import checks
-from vllm_pd.model.layers import check_states
+from vllm_pd.model.layers import check_index, check_states
 from vllm_pd.model.offloading import hybrid_flag
 from vllm_pd.model.source_names import Required
 from vllm_pd.model.store_checks import check_store
@@ -29,6 +29,7 @@ from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import take_free_run
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1 import front, required
+from vllm_pd.v1.beside import config as beside
 from vllm_pd.v1.beside.config import offloading_config
 from vllm_pd.v1.beside.connector import PDConnectorBeside
 from vllm_pd.v1.claim import SCHEDULER, check_config
@@ -182,7 +183,7 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
      "speculative_config=.*guessed"),
     ({}, {"hf_overrides": {"sliding_window": 128}}, "sliding_window=128.*--disable-sliding-window"),
     ({}, {"hf_overrides": {"sliding_window": 128, "layer_types": ["sliding_attention"] * 4}}, "sliding_window=128"),
-    ({}, {"hf_overrides": {"index_topk": 64}}, "index_topk=64.*sparse"),
+    ({}, {"hf_overrides": {"index_topk": 64}}, "index_topk=64.*beside MLA"),
     ({}, {"hf_overrides": {"swa_head_dim": 64}}, "swa_head_dim=64.*head_dim is 32"),
     ({}, {"kv_cache_dtype": "int8_per_token_head"}, "kv_cache_dtype='int8_per_token_head'.*use one of"),
     ({}, {"kv_cache_dtype_skip_layers": ["0"]}, r"kv_cache_dtype_skip_layers=\['0'\].*one type"),
@@ -419,6 +420,30 @@ def test_b114_b80_no_store_with_states(monkeypatch):
     check_states(config, False)
     with pytest.raises(ConfigError, match="store=True.*leave it out"):
         check_states(config, True)
+
+
+@pytest.mark.parametrize("store, offloading, hisparse, words", [
+    (True, False, None, "store=True.*leave it out.*index"),
+    (False, True, None, "OffloadingConnector=True.*leave it out.*index"),
+    (False, False, "cached in the host", "hisparse_config='cached in the host'.*remove it.*index"),
+])
+def test_b101_b80_what_was_not_tried_with_an_index(store, offloading, hisparse, words):
+    config = configure(transfer())
+    config.attention_config.hisparse_config = hisparse
+    check_index(config, store, offloading)
+    config.model_config.hf_text_config.index_topk = 64
+    with pytest.raises(ConfigError, match=words):
+        check_index(config, store, offloading)
+    config.attention_config.hisparse_config = None
+    check_index(config, False)
+
+
+def test_b116_b80_no_tier_beside_an_index():
+    config = configure(transfer())
+    beside.check_beside(config)
+    config.model_config.hf_text_config.index_topk = 64
+    with pytest.raises(ConfigError, match="OffloadingConnector=True.*not tried with the index"):
+        beside.check_beside(config)
 
 
 @pytest.mark.parametrize("changes", [{"head_size": 64}, {"total_num_kv_heads": 2}], ids=str)

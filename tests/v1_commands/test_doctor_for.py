@@ -84,8 +84,10 @@ class TestLines:
         "feature": lambda models: line(models["llama"], flags='--weight-transfer-config \'{"backend": "nccl"}\''),
         "limit": lambda models: line(models["llama"], flags="--tensor-parallel-size 2 --nnodes 2"),
         "window": lambda models: line(models["llama"], flags="--hf-overrides '{\"sliding_window\": 128}'"),
-        "index": lambda models: line(models["glm-dsa"]),
-        "dtype of the cache": lambda models: line(models["deepseek-v3"], flags="--kv-cache-dtype fp8_ds_mla"),
+        "index": lambda models: line(models["glm-dsa"], flags="--kv-cache-dtype fp8_ds_mla"),
+        "index and store": lambda models: line(models["glm-dsa"], "kv_both", extra={"store": {}}),
+        "compressed": lambda models: line(models["deepseek-v4"]),
+        "dtype of the cache": lambda models: line(models["llama"], flags="--kv-cache-dtype int8_per_token_head"),
         "offloading": lambda models: line(models["llama"], flags="--kv-offloading-size 4"),
         "states elsewhere": lambda models: line(models["nemotron-h"], flags="--use-replayssm"),
         "hybrid": lambda models: line(models["llama"], extra={"store": {}},
@@ -133,6 +135,11 @@ class TestLines:
         weights = others[-1]
         assert weights.ok and "no .safetensors" in weights.hint and "without weights" in weights.fact
 
+    def test_b101_an_index_beside_mla_is_accepted(self, found):
+        first, *_ = judge_line(1, found["index"])
+        assert first.ok and ": kv_consumer, GlmMoeDsaForCausalLM, bfloat16, TP 1, PP 1" in first.fact
+        assert found["index"].member.fingerprint.kv_dtype == "fp8_ds_mla"
+
     def test_what_stays(self, found):
         (stays, ) = [one.fact for one in judge_line(1, found["kv_consumer"]) if "by itself" in one.fact]
         for kind in ("up to 1000 tokens that are not cached", "prompt_logprobs", "read no prefix cache",
@@ -148,8 +155,9 @@ class TestLines:
         ("feature", "weight_transfer_config=WeightTransferConfig(backend=", "restart engines for new weights"),
         ("limit", "nnodes=2 can't be used", "all ranks must be on this host"),
         ("window", "sliding_window=128 can't be used", "--disable-sliding-window"),
-        ("index", "index_topk=64 can't be used", "second cache"),
-        ("dtype of the cache", "kv_cache_dtype='fp8_ds_mla' can't be used", "use one of"),
+        ("index and store", "store=True can't be used", "leave it out: the store keeps KV, and not the index"),
+        ("compressed", "compress_ratios=[1, 4, 1, 4] can't be used", "more than one kind of KV"),
+        ("dtype of the cache", "kv_cache_dtype='int8_per_token_head' can't be used", "use one of"),
         ("offloading", "kv_offloading_size='4' can't be used", "remove --kv-transfer-config"),
         ("states elsewhere", "use_replayssm=True can't be used", "recurrent states"),
         ("hybrid", "disable_hybrid_kv_cache_manager=False can't be used", "leave --no-disable"),

@@ -56,9 +56,9 @@ def check_features(values: Mapping[str, Any], refused: Mapping[str, str] = FEATU
             raise ConfigError(key, values[key], cure)
 
 
-def check_model(config: VllmConfig, with_states: bool = False) -> None:
-    """The model must be one whose prompt is nothing but KV, and, with `with_states`, recurrent states of some layers.
-    """
+def check_model(config: VllmConfig, with_states: bool = False, with_bytes: bool = False) -> None:
+    """The model must be one whose prompt is nothing but KV, and, with `with_states`, recurrent states of some layers,
+    and, with `with_bytes`, what only moves as whole bytes: an index beside the KV of some."""
     model: Any = config.model_config
     for refused, key, cure in (
         (model.runner_type != "generate", "runner_type", "serve a generating model: a pooling one has no decode"),
@@ -69,7 +69,7 @@ def check_model(config: VllmConfig, with_states: bool = False) -> None:
     ):
         if refused:
             raise ConfigError(key, model.model, cure)
-    check_layers(config)
+    check_layers(config, with_bytes)
     if config.cache_config.sliding_window is not None:  # last: it has a cure that keeps the model
         raise ConfigError("sliding_window", config.cache_config.sliding_window,
                           "add --disable-sliding-window: blocks that slide out have no place in the peer's table")

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+INDEX_KEY = "index_topk"  # of a model whose layers have an index of all tokens, from which they choose some
+MLA_DTYPES = CACHE_DTYPES | {"fp8_ds_mla"}  # of which a token is 656 bytes
 WITH_DRAFTS = frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})  # kinds of states whose place beside drafts is known
 ONE_SHAPE = "serve a model whose layers all have KV of one shape: "
 _OTHER_STATE = {
     "blocksparse_block_size": "serve a model without block-sparse attention: its layers order the axes of a block "
                               "otherwise than the engine's backend does",
-    "index_topk": "serve a model without sparse attention: its layers have a second cache, which is not transferred",
+    "index_kpool": "serve a model whose index has the key of each token: what this one keeps of the last tokens is in "
+                   "a block of its own, which is not transferred",
     "compress_ratios": "serve a model without compressed attention: its layers have more than one kind of KV",
     "rswa_window": "serve a model without reference sliding windows: blocks that it frees have no place in the peer's "
                    "table",
@@ -41,15 +44,21 @@ _OF_SOME_LAYERS = {  # a key for some layers -> that for the others
 }
 
 
-def check_layers(config: VllmConfig) -> None:
-    """Raises ConfigError for a model or a type of the cache that can't be transferred, on either engine."""
+def check_layers(config: VllmConfig, with_bytes: bool = False) -> None:
+    """Raises ConfigError for a model or a type of the cache that can't be transferred, on either engine. `with_bytes`:
+    blocks may have what only moves as whole bytes, beside the KV of MLA or in its place."""
     cache_dtype, model = config.cache_config.cache_dtype, config.model_config.hf_text_config
     for key, cure in _OTHER_STATE.items():
         if getattr(model, key, None):
             raise ConfigError(key, getattr(model, key), cure)
-    if cache_dtype not in CACHE_DTYPES:
-        raise ConfigError("kv_cache_dtype", cache_dtype, f"use one of {sorted(CACHE_DTYPES)}: what a block of another "
-                          "type has beside keys and values is not known here")
+    with_bytes = with_bytes and config.model_config.use_mla
+    if _has_index(config) and not with_bytes:
+        raise ConfigError(INDEX_KEY, getattr(model, INDEX_KEY), "serve a model without sparse attention: its layers "
+                          "have a second cache, which is transferred on V1 alone, beside MLA, and is not stored")
+    known = MLA_DTYPES if with_bytes else CACHE_DTYPES
+    if cache_dtype not in known:
+        raise ConfigError("kv_cache_dtype", cache_dtype, f"use one of {sorted(known)}: what a block of another type "
+                          "has beside keys and values is not known here")
     for key, other in _OF_SOME_LAYERS.items():
         values = getattr(model, key, None), getattr(model, other, None)
         if None not in values and values[0] != values[1]:
@@ -91,6 +100,21 @@ def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = Fals
         ("prefix_match_unit", cache.prefix_match_unit, f"remove it: prefix hits {model} must be whole blocks"),
         ("disable_hybrid_kv_cache_manager", scheduler.disable_hybrid_kv_cache_manager,
          f"leave --disable-hybrid-kv-cache-manager away: the states {model} need groups of their own"),
+    ):
+        if value:
+            raise ConfigError(key, value, cure)
+
+
+def check_index(config: VllmConfig, has_store: bool, is_offloading: bool = False) -> None:
+    """What can't be together with sparse attention by an index. Raises ConfigError."""
+    if not _has_index(config):
+        return
+    of_layers = f"the index that the layers of {config.model_config.model} have beside their KV"
+    for key, value, cure in (
+        ("store", has_store, f"leave it out: the store keeps KV, and not {of_layers}"),
+        ("OffloadingConnector", is_offloading, f"leave it out: it was not tried with {of_layers}"),
+        ("hisparse_config", config.attention_config.hisparse_config,
+         f"remove it: it has the KV in the host's memory, and {of_layers} on the device"),
     ):
         if value:
             raise ConfigError(key, value, cure)
@@ -169,6 +193,10 @@ def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
     """Of the layers of a group: one for all, or, where they differ in shape, their own."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _has_index(config: VllmConfig) -> bool:
+    return bool(getattr(config.model_config.hf_text_config, INDEX_KEY, None))
 
 
 def _heads_in_groups(model: Any) -> set[int]:

@@ -25,6 +25,10 @@ blocks, H heads, N tokens and C content, is on the right:
     KV_TOKENS_FIRST [token, head, content]                  LBNHC, BLNHC: one plane for each layer
 
 What a head's run contains is up to the attention backend: `Fingerprint.engine` names it.
+
+A layer may have more in each block than its KV heads: with sparse attention the keys of its index. What is there is
+not split over ranks, and only goes as whole bytes: a `WholeRegion`, which has addresses as a plane has, but a size and
+a stride of its own.
 """
 from __future__ import annotations
 
@@ -83,6 +87,14 @@ _FLAT = {AttentionBackend.IPEX: Layout.HEADS_FIRST, AttentionBackend.TORCH_SDPA:
 _MEMORY = {"cpu": Memory.DRAM, "cuda": Memory.VRAM}
 
 
+class WholeRegion(msgspec.Struct, frozen=True, array_like=True):
+    """What a layer has in each block beside its KV heads. Sizes are in bytes."""
+    layer: int  # global index
+    address: int  # of block 0
+    block_bytes: int
+    block_stride_bytes: int
+
+
 class CacheDescription(msgspec.Struct, frozen=True):
     """The KV cache of one rank: the addresses and shapes that a peer needs to write into it. Sizes are in bytes."""
     layout: Layout
@@ -99,6 +111,7 @@ class CacheDescription(msgspec.Struct, frozen=True):
     block_bytes: int  # one block of one plane
     block_stride_bytes: int  # from one block of a plane to the next
     planes: tuple[int, ...]  # base addresses: by layer, then keys before values, then by head if heads have their own
+    whole: tuple[WholeRegion, ...] = ()  # by layer
 
     def __post_init__(self) -> None:
         """Raise ValueError for values that no cache can have: peers send descriptions, and we compute addresses from
@@ -112,13 +125,38 @@ class CacheDescription(msgspec.Struct, frozen=True):
         if len(self.planes) != parts and (len(self.planes) != parts * self.kv_heads
                                           or self.layout is not Layout.KV_HEADS_FIRST):
             raise ValueError(f"{self.layers} layers need {parts} planes, not {len(self.planes)}")
-        if len(self.planes) * self.num_blocks > MAX_DESCRIPTORS:
+        if (len(self.planes) + len(self.whole)) * self.num_blocks > MAX_DESCRIPTORS:
             raise ValueError(f"{self.num_blocks} blocks of {self.layers} layers are more than can be addressed")
         if self.block_bytes % (self.block_size * self.plane_heads * self.head_size):
             raise ValueError(f"block_bytes {self.block_bytes} is no multiple of the elements in a block")
         span = (self.num_blocks - 1) * self.block_stride_bytes + self.block_bytes
         if self.block_stride_bytes < self.block_bytes or min(self.planes) < 1 or max(self.planes) + span >= 2**63:
             raise ValueError("blocks overlap or lie outside the address space")
+        if self.whole:
+            self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Raise ValueError for regions of other layers than this rank's, and where blocks of two regions, or of one and
+        a plane, have a byte in common, or may have: where both lie between each other's blocks, with other strides."""
+        for region in self.whole:
+            if not 0 <= region.layer - self.first_layer < self.layers:
+                raise ValueError(f"a region of layer {region.layer} is none of this rank's")
+            if not 1 <= region.block_bytes <= region.block_stride_bytes or region.address < 1:
+                raise ValueError(f"{region} can't be addressed")
+        if list(self.whole) != sorted(self.whole, key=lambda region: region.layer):
+            raise ValueError("regions must be in the order of their layers")
+        runs = sorted([(plane, self.block_bytes, self.block_stride_bytes) for plane in self.planes]
+                      + [(region.address, region.block_bytes, region.block_stride_bytes) for region in self.whole])
+        end, start, before = 0, 0, (0, 0, 0)  # of all so far; of those between each other's blocks; the last one
+        for address, nbytes, stride in runs:
+            is_apart = address >= end
+            if is_apart:
+                start = address
+            fits = is_apart or (stride == before[2] and address >= before[0] + before[1])
+            end, before = max(end, address + (self.num_blocks - 1) * stride + nbytes), (address, nbytes, stride)
+            if not fits or address + nbytes > start + stride or end >= 2**63:
+                raise ValueError(f"the blocks of {nbytes} bytes from {address:#x}, one every {stride} bytes, overlap "
+                                 "others or lie outside the address space")
 
     @property
     def plane_heads(self) -> int:

@@ -3,31 +3,54 @@
 
 A plan is made once per peer from the two cache descriptions. It is a list of lanes. A lane is contiguous in every block
 on both sides: a part of one plane, or of several planes that are adjacent. If both ranks hold the same heads it has the
-whole block, otherwise the heads that both hold: in a token-major cache that is a lane for each token. A write takes
-pairs of block ids and moves every lane of every pair. A peer that can't be mapped is refused when it is added, never in
-the middle of a request.
+whole block, otherwise the heads that both hold: in a token-major cache that is a lane for each token. What a layer has
+beside its heads (`WholeRegion`) is a lane, too, and goes with them. A write takes pairs of block ids and moves every
+lane of every pair. A peer that can't be mapped is refused when it is added, never in the middle of a request.
 
 Ranks hold heads by vLLM's rule (`head_range`): KV heads are split evenly over the ranks, and if there are fewer heads
 than ranks, several ranks hold the same head. Only one of these writes it (`heads_to_write`), so no byte is sent twice.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 
 from vllm_pd.errors import PeerMismatch, UnmappableSplit
-from vllm_pd.transfer.layout import CacheDescription
+from vllm_pd.transfer.layout import CacheDescription, WholeRegion
+
+
+class Run(NamedTuple):
+    """One contiguous run of `bytes` in each block of a cache: `address` in block 0, `stride_bytes` further in each next
+    one."""
+    address: int
+    bytes: int
+    stride_bytes: int
 
 
 class Lane(NamedTuple):
     """One contiguous run of `bytes` in each block. `local` and `remote` are its addresses in block 0; from block to
-    block it advances by the cache's stride."""
+    block it advances by the stride of either cache."""
     local: int
     remote: int
     bytes: int
+    local_stride_bytes: int
+    remote_stride_bytes: int
+
+    @property
+    def ours(self) -> Run:
+        """Where it is in our cache."""
+        return Run(self.local, self.bytes, self.local_stride_bytes)
+
+    @property
+    def theirs(self) -> Run:
+        """Where it is in the peer's."""
+        return Run(self.remote, self.bytes, self.remote_stride_bytes)
 
 
 def head_range(rank: int, ranks: int, kv_heads: int) -> range:
@@ -61,36 +84,41 @@ def heads_to_write(rank: int, ranks: int, peer_rank: int, peer_ranks: int, kv_he
 
 def plan(ours: CacheDescription, theirs: CacheDescription, heads: range | None = None) -> list[Lane]:
     """The lanes for writing from our cache into theirs: all layers that both ranks hold, with the heads that both ranks
-    hold, limited to `heads` if given. No lanes if `heads` is empty.
+    hold, limited to `heads` if given, and what these layers have beside their heads. No lanes if `heads` is empty.
 
-    Raises PeerMismatch if the blocks differ in dtype, shape or layout, and UnmappableSplit if no layer or no head is
-    shared. Both name the values of both sides.
+    Raises PeerMismatch if the blocks differ in dtype, shape, layout or in what is beside the heads, and UnmappableSplit
+    if no layer or no head is shared, or if something is beside heads of which not all are shared. Both name the values
+    of both sides.
     """
     for key in ("dtype", "block_size", "head_size", "layout"):
         mine, other = getattr(ours, key), getattr(theirs, key)
         if mine != other:
             raise PeerMismatch(key, _plain(mine), _plain(other))
-    if heads is not None and not heads:
-        return []
     layers = overlap(range(ours.first_layer, ours.first_layer + ours.layers),
                      range(theirs.first_layer, theirs.first_layer + theirs.layers))
+    beside = _beside(ours, theirs, layers)
+    if heads is not None and not heads:
+        return []
     shared = overlap(_heads(ours), _heads(theirs))
     heads = shared if heads is None else overlap(shared, heads)
     if not layers or not heads:
         raise UnmappableSplit(f"no layer or no KV head is shared: ours is {_share(ours)}, theirs is {_share(theirs)}")
     equal = _heads(ours) == _heads(theirs) == heads
+    if beside and not equal:
+        raise UnmappableSplit("with regions of whole bytes beside the KV both ranks must have the same heads: ours is "
+                              f"{_share(ours)}, theirs is {_share(theirs)}")
     tokens = range(1 if equal else ours.head_runs)
     whole = ours.plane_heads == ours.kv_heads and theirs.plane_heads == theirs.kv_heads
     runs = [heads] if whole else [range(head, head + 1) for head in heads]
-    return _merge_adjacent(
-        Lane(ours.address(layer, part, run.start, token), theirs.address(layer, part, run.start, token),
-             len(run) * ours.head_bytes // len(tokens))
-        for run in runs for layer in layers for part in range(ours.layout.parts) for token in tokens)
+    of_heads = (Lane(ours.address(layer, part, run.start, token), theirs.address(layer, part, run.start, token),
+                     len(run) * ours.head_bytes // len(tokens), ours.block_stride_bytes, theirs.block_stride_bytes)
+                for run in runs for layer in layers for part in range(ours.layout.parts) for token in tokens)
+    return _merge_adjacent(itertools.chain(of_heads, beside))
 
 
 def by_token(lanes: list[Lane], ours: CacheDescription, theirs: CacheDescription) -> bool:
-    """Whether a plan has a lane for each token, and not one for each plane at most."""
-    return len(lanes) > max(len(ours.planes), len(theirs.planes))
+    """Whether a plan has a lane for each token, and not one for each plane or region at most."""
+    return len(lanes) > max(len(cache.planes) + len(cache.whole) for cache in (ours, theirs))
 
 
 def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescription,
@@ -112,14 +140,13 @@ def pair_blocks(local_ids: list[int], remote_ids: list[int], ours: CacheDescript
     return [local_ids[i] for i in order], [remote_ids[i] for i in order]
 
 
-def descriptor_rows(lanes: list[tuple[int, int]], cache: CacheDescription) -> np.ndarray:
-    """NIXL's descriptors for every block of every lane, as strided rows. `lanes`: (address in block 0, bytes).
+def descriptor_rows(runs: list[Run], cache: CacheDescription) -> np.ndarray:
+    """NIXL's descriptors for every block of every lane, as strided rows. `runs`: of the lanes, in this cache.
 
     Returns uint64 [lanes, 5] = address, bytes, device, stride in bytes, count. Each row stands for one descriptor per
     block of the cache.
     """
-    return np.array([(base, nbytes, cache.device_id, cache.block_stride_bytes, cache.num_blocks)
-                     for base, nbytes in lanes],
+    return np.array([(run.address, run.bytes, cache.device_id, run.stride_bytes, cache.num_blocks) for run in runs],
                     dtype=np.uint64)
 
 
@@ -129,18 +156,18 @@ def descriptor_indices(block_ids: list[int], lanes: list[Lane], cache: CacheDesc
     return (first + np.array(block_ids, dtype=np.int32)[None, :]).ravel()
 
 
-def run_descriptors(block_ids: list[int], lanes: np.ndarray, cache: CacheDescription) -> np.ndarray:
-    """NIXL's descriptors for these blocks alone. `lanes`: uint64 [lanes, 2] = address in block 0, bytes. Returns uint64
+def run_descriptors(block_ids: list[int], runs: np.ndarray, cache: CacheDescription) -> np.ndarray:
+    """NIXL's descriptors for these blocks alone. `runs`: uint64 [lanes, 3], a `Run` of this cache each. Returns uint64
     [blocks * lanes, 3] = address, bytes, device, block by block."""
-    blocks = np.array(block_ids, dtype=np.uint64) * np.uint64(cache.block_stride_bytes)
-    rows = np.empty((len(block_ids), len(lanes), 3), dtype=np.uint64)
-    rows[..., 0], rows[..., 1], rows[..., 2] = blocks[:, None] + lanes[:, 0], lanes[:, 1], cache.device_id
+    blocks = np.array(block_ids, dtype=np.uint64)
+    rows = np.empty((len(block_ids), len(runs), 3), dtype=np.uint64)
+    rows[..., 0], rows[..., 1], rows[..., 2] = runs[:, 0] + blocks[:, None] * runs[:, 2], runs[:, 1], cache.device_id
     return rows.reshape(-1, 3)
 
 
 def _merge_adjacent(lanes: Iterable[Lane]) -> list[Lane]:
-    """The same bytes in as few lanes as possible. Lanes are adjacent where all layers of a block are stored together.
-    """
+    """The same bytes in as few lanes as possible. Lanes are adjacent where all layers of a block are stored together,
+    and then their blocks are at the same distance (`CacheDescription`)."""
     merged: list[Lane] = []
     for lane in lanes:
         last = merged[-1] if merged else None
@@ -149,6 +176,22 @@ def _merge_adjacent(lanes: Iterable[Lane]) -> list[Lane]:
         else:
             merged.append(lane)
     return merged
+
+
+def _beside(ours: CacheDescription, theirs: CacheDescription, layers: range) -> list[Lane]:
+    """The lanes of what these layers have beside their heads. Raises PeerMismatch."""
+    mine, other = ([region for region in cache.whole if region.layer in layers] for cache in (ours, theirs))
+    if [(one.layer, one.block_bytes) for one in mine] != [(one.layer, one.block_bytes) for one in other]:
+        raise PeerMismatch("what is beside the KV of a block", said_regions(mine), said_regions(other))
+    return [Lane(one.address, two.address, one.block_bytes, one.block_stride_bytes, two.block_stride_bytes)
+            for one, two in zip(mine, other, strict=True)]
+
+
+def said_regions(regions: Sequence[WholeRegion]) -> str:
+    """How many regions of how many bytes these are, and a digest of what is of which layer. "" for none."""
+    sizes = Counter(region.block_bytes for region in regions)
+    digest = hashlib.sha256(repr([(region.layer, region.block_bytes) for region in regions]).encode()).hexdigest()[:8]
+    return f"{', '.join(f'{sizes[size]} x {size} bytes' for size in sorted(sizes))} ({digest})" if sizes else ""
 
 
 def overlap(one: range, other: range) -> range:

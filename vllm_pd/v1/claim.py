@@ -34,7 +34,7 @@ from vllm_pd.model.checks import (
 )
 from vllm_pd.model.drafter import check_drafter, pin_drafter
 from vllm_pd.model.fingerprint import pin_weights
-from vllm_pd.model.layers import check_states, check_v1_layers, choose_one_group
+from vllm_pd.model.layers import check_index, check_states, check_v1_layers, choose_one_group
 from vllm_pd.model.offloading import check_offloading, hybrid_flag
 from vllm_pd.model.store_checks import check_shared_store
 from vllm_pd.rpc.nats_address import NatsAddress
@@ -162,9 +162,10 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
                     "enable_fault_tolerance": parallel.enable_fault_tolerance,
                     "enable_permute_local_kv": transfer.enable_permute_local_kv,
                     "kv_connector_module_path": transfer.kv_connector_module_path}, V1_FEATURES)
-    check_model(config, with_states=True)
+    check_model(config, with_states=True, with_bytes=True)
     check_v1_layers(config)
     check_states(config, ours.store is not None)
+    check_index(config, ours.store is not None)
     check_drafter(config)
     check_parallel(config)
     check_executor(config, ours.role.prefills)

@@ -23,7 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_pd.model.layers import check_groups
 from vllm_pd.v1.binding import StepMetadata, V1Handover
-from vllm_pd.v1.groups import state_layers
+from vllm_pd.v1.groups import index_layers, state_layers
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import asked_layout, served_name
 from vllm_pd.v1.start import begin_handover
@@ -57,7 +57,8 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
         self._rank: RankWorker | None = None
         if role is KVConnectorRole.WORKER:
             from vllm_pd.v1.worker import RankWorker
-            self._rank = RankWorker(vllm_config, state_layers(kv_cache_config.kv_cache_groups))
+            groups = kv_cache_config.kv_cache_groups
+            self._rank = RankWorker(vllm_config, state_layers(groups), index_layers(groups))
 
     # The scheduler role.
 

@@ -28,12 +28,13 @@ class CacheShape(NamedTuple):
 
 
 def fingerprint(config: VllmConfig, cache: CacheDescription | CacheShape, engine: str, windows: tuple[int, ...] = (),
-                states: str = "") -> Fingerprint:
+                states: str = "", kv_dtype: str = "") -> Fingerprint:
     """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are, `windows`
     those of its groups (`protocol.rows`), `states` what their blocks hold if not KV. Where layers of several groups
-    share memory they count once."""
+    share memory they count once. `kv_dtype`: the type of the cache, if the model's layers have chosen another than the
+    configuration says."""
     model, parallel = config.model_config, config.parallel_config
-    kv_dtype = config.cache_config.cache_dtype
+    kv_dtype = kv_dtype or config.cache_config.cache_dtype
     return Fingerprint(
         protocol=PROTOCOL,
         model=" with ".join(filter(None, (model_digest(config, given_weights(config)), drafter_digest(config)))),
@@ -58,7 +59,7 @@ def total_kv_heads(config: VllmConfig) -> int:
 
 def token_bytes(config: VllmConfig, kv_layers: int | None = None) -> int:
     """The KV of one token, over all layers and ranks, in bytes: of so many layers, or of all of the model's. A
-    drafter's layers count, too."""
+    drafter's layers count, too, an index beside the KV does not."""
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
     model, kv_dtype = config.model_config, config.cache_config.cache_dtype

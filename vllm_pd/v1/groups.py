@@ -55,6 +55,15 @@ def state_layers(groups: Sequence[KVCacheGroupSpec]) -> list[str]:
             for name in group.layer_names]
 
 
+def index_layers(groups: Sequence[KVCacheGroupSpec]) -> list[str]:
+    """The names of the layers that are an index beside another layer's KV. To be called in a worker: only there a
+    group has the specs of all of its layers."""
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec, SparseCacheRole, UniformTypeKVCacheSpecs
+    return [name for group in groups if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
+            for name, spec in group.kv_cache_spec.kv_cache_specs.items()
+            if isinstance(spec, MLAAttentionSpec) and spec.cache_role is SparseCacheRole.INDEXER]
+
+
 def states_name(groups: Sequence[KVCacheGroupSpec]) -> str:
     """For `Fingerprint.states`: what a block of the groups with states holds, of one rank, and, as layers of different
     groups share memory by their places in these, a digest of the groups. "" without states. With drafts a convolution's

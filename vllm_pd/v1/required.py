@@ -363,7 +363,8 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     ),
     "v1/kv_cache_interface.py": (
         Required("FullAttentionSpec.non_causal", "refused with the store"),
-        Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec", _LAYERS),
+        Required("FullAttentionSpec", _LAYERS), Required("MLAAttentionSpec.cache_role", _LAYERS),
+        Required("SparseCacheRole.INDEXER", "what a layer has beside its KV"),
         Required("SlidingWindowSpec.sliding_window", _LAYERS),
         Required("MambaSpec.shapes", "the fingerprint names what a state is"),
         Required("MambaSpec.dtypes", "as shapes"),
@@ -372,6 +373,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("MambaSpec.num_speculative_blocks", _LAYERS),
         Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
     ),
+    "config/attention.py": (Required("AttentionConfig.hisparse_config", "refused with an index"), ),
     "config/aux_output.py": (Required("AuxOutputConfig.enable_return_routed_experts", "refused"), ),
     "config/cache.py": (
         Required("CacheConfig.kv_cache_dtype_skip_layers", "refused"),

@@ -35,13 +35,14 @@ from vllm_pd.transfer.cores import leave_model_cores
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views, distinct_caches
-from vllm_pd.transfer.plan import head_range
+from vllm_pd.transfer.plan import head_range, said_regions
 from vllm_pd.transfer.ranks.gather import RankTransfers
 from vllm_pd.transfer.ranks.process import AttachRank, RankServer, connect_ranks
 from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.states import views_of_states
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
 from vllm_pd.transfer.transport import RanksMetadata, rank_name
+from vllm_pd.transfer.whole import regions_beside
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v1.cpu_adapters import leave_base_tokens
 from vllm_pd.v1.fingerprint import engine_name, fingerprint, total_kv_heads
@@ -57,16 +58,19 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     process: tuple[int, int]  # a vllm_pd.protocol.messages.Process
     address: bytes  # of the rank's socket
     cache: bytes  # its CacheDescription, in msgpack
-    engine: str  # Fingerprint.engine
+    engine: str  # Fingerprint.engine, without what is beside the KV
+    kv_dtype: str = ""  # of the cache, as the model's layers have chosen it
 
 
 class RankWorker:
     """The worker role of the connector. One in each worker process. All methods are for the worker's main thread."""
 
-    def __init__(self, vllm_config: VllmConfig, state_layers: Collection[str] = ()) -> None:
-        """`state_layers`: the names of those that have a recurrent state, and no KV."""
+    def __init__(self, vllm_config: VllmConfig, state_layers: Collection[str] = (),
+                 index_layers: Collection[str] = ()) -> None:
+        """`state_layers`: the names of those that have a recurrent state, and no KV. `index_layers`: of those that are
+        an index beside another's KV."""
         self._config = vllm_config
-        self._state_layers = frozenset(state_layers)
+        self._state_layers, self._index_layers = frozenset(state_layers), frozenset(index_layers)
         self._tp = vllm_config.parallel_config.tensor_parallel_size
         self._drafts = keeps_kv(vllm_config)
         if vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu":
@@ -80,18 +84,23 @@ class RankWorker:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> None:
         """Describe the cache and open the socket. `kv_caches`: for each layer a view [blocks, heads, tokens, content],
-        of a layer with a recurrent state one [blocks, ...], or one for each of its parts. Raises ConfigError for a
-        cache that can't be transferred."""
+        of a layer with a recurrent state one [blocks, ...], or one for each of its parts. Also under a name of its own,
+        [blocks, 1, tokens, content], is a layer's index. Raises ConfigError for a cache that can't be transferred."""
         if self._server is not None:
             raise ConfigError("kv_cache", "registered twice", "an engine that replaces its cache can't transfer it")
         stage = get_pp_group().rank_in_group
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
         states = {name: cache for name, cache in kv_caches.items() if name in self._state_layers}
-        views = distinct_caches({name: cache for name, cache in kv_caches.items() if name not in states})
+        beside = {name: cache for name, cache in kv_caches.items() if name in self._index_layers}
+        views = distinct_caches({name: cache for name, cache in kv_caches.items() if name not in states | beside})
         description = self._describe(list(views.values()), stage)  # what is wrong with KV is said first
         all_views = [*views.values(), *views_of_states(states, views)]
         if len(all_views) > len(views):
             description = self._describe(all_views, stage)
+        if beside:
+            description = msgspec.structs.replace(description,
+                                                  whole=regions_beside(beside, views, description.first_layer))
+            all_views += beside.values()
         enter = leave_model_cores
         if description.memory is Memory.VRAM:
             import torch
@@ -101,7 +110,8 @@ class RankWorker:
         self._server = RankServer(lambda order: self._attach(order, all_views, description),
                                   {os.getpid(), parent_pid()}, enter)
         self._handshake = RankHandshake(msgspec.structs.astuple(this_process()), self._server.address,
-                                        msgspec.msgpack.encode(description), engine_name(self._config, views))
+                                        msgspec.msgpack.encode(description), engine_name(self._config, views),
+                                        self._config.cache_config.cache_dtype)
 
     def handshake(self) -> RankHandshake | None:
         """For `get_handshake_metadata`. None before `register_kv_caches`."""
@@ -186,8 +196,10 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     if len({rank.engine for rank in ranks}) > 1:
         raise ConfigError("attention backend", sorted({rank.engine for rank in ranks}), "all ranks must have the same")
     stages = [msgspec.msgpack.decode(rank.cache, type=CacheDescription) for rank in ranks[::tp]]
+    beside = said_regions([region for stage in stages for region in stage.whole])
+    engine = f"{ranks[0].engine}, beside KV {beside}" if beside else ranks[0].engine
     member = local_member(role, msgspec.structs.replace(
-        fingerprint(vllm_config, stages[0], ranks[0].engine, windows, states),
+        fingerprint(vllm_config, stages[0], engine, windows, states, ranks[0].kv_dtype),
         layers=sum(stage.layers for stage in stages), transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     connections, metadata = connect_ranks({number: (rank.process[0], rank.address)

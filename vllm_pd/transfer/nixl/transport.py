@@ -162,8 +162,8 @@ class NixlTransport:
                 raise TransferError(f"the agent of peer {name} has the name {loaded}")
             lists = runs = None
             if by_token(lanes, self._cache, theirs.cache):
-                runs = (np.array([(lane.local, lane.bytes) for lane in lanes], dtype=np.uint64),
-                        np.array([(lane.remote, lane.bytes) for lane in lanes], dtype=np.uint64))
+                runs = (np.array([lane.ours for lane in lanes], dtype=np.uint64),
+                        np.array([lane.theirs for lane in lanes], dtype=np.uint64))
             elif lanes:
                 lists = self._prepare(agent, name, lanes, theirs.cache)
         except TransferError:
@@ -281,11 +281,11 @@ class NixlTransport:
 
     def _prepare(self, agent: NixlAgent, name: str, lanes: list[Lane], theirs: CacheDescription) -> tuple[int, int]:
         """Handles of the descriptor lists of both sides, with every block of every lane."""
-        ours = descriptor_rows([(lane.local, lane.bytes) for lane in lanes], self._cache)
+        ours = descriptor_rows([lane.ours for lane in lanes], self._cache)
         shape = ours.tobytes()
         if shape not in self._local_lists:
             self._local_lists[shape] = agent.prepare(ours, self._cache.memory)
-        rows = descriptor_rows([(lane.remote, lane.bytes) for lane in lanes], theirs)
+        rows = descriptor_rows([lane.theirs for lane in lanes], theirs)
         return self._local_lists[shape], agent.prepare(rows, theirs.memory, name)
 
     def _live_agent(self) -> NixlAgent:

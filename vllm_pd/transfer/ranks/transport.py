@@ -63,7 +63,8 @@ class RankedTransport:
         self._rank = rank
         self._tp = tp
         self._kv_heads = kv_heads
-        self._share = _share(PeerMetadata.decode_any(transport.metadata()))
+        own = PeerMetadata.decode_any(transport.metadata())
+        self._share, self._has_regions = _share(own), bool(own.cache.whole)
         self._engines: dict[str, _RankedPeer] = {}
         self._splits: dict[str, _SplitTransfer] = {}
         self._part_of: dict[str, str] = {}
@@ -219,8 +220,11 @@ class RankedTransport:
     def _shares_sent(self, name: str, theirs: list[RankShare]) -> list[RankShare]:
         """What we send to each rank of the peer, which hold `theirs`. Raises UnmappableSplit."""
         try:
-            return shares_sent(self._rank, self._share, self._tp, theirs, stage_ranks(theirs, self._kv_heads),
-                               self._kv_heads)
+            their_tp = stage_ranks(theirs, self._kv_heads)
+            if self._has_regions and self._kv_heads > 1 and self._tp != their_tp:
+                raise UnmappableSplit(f"tensor parallel size {self._tp} over {their_tp}: it must be the same where "
+                                      f"regions of whole bytes are beside the KV of {self._kv_heads} heads")
+            return shares_sent(self._rank, self._share, self._tp, theirs, their_tp, self._kv_heads)
         except UnmappableSplit as error:
             raise UnmappableSplit(f"peer {name}: {error}") from error
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from vllm_pd.errors import TransferError
-from vllm_pd.transfer.layout import CacheDescription
+from vllm_pd.transfer.plan import Run
 
 STAGE_BYTES = 4 << 20  # a staging buffer, unless one block is bigger; each direction of a connection has two
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -20,13 +20,13 @@ _PIECE_WORDS = 32768  # torch uses one thread for a copy of at most so many elem
 
 
 class BlockCopier:
-    """Copies blocks of these caches. `lanes`: (address in block 0, bytes). Raises TransferError for a lane outside of
-    the caches."""
+    """Copies blocks of these caches, which have `num_blocks`. `runs`: of the lanes, in these caches. Raises
+    TransferError for one outside of them."""
 
-    def __init__(self, caches: list[torch.Tensor], lanes: list[tuple[int, int]], cache: CacheDescription) -> None:
-        self.block_bytes = sum(nbytes for _, nbytes in lanes)
-        word = math.gcd(8, cache.block_stride_bytes, *(part for lane in lanes for part in lane))
-        self._views = [_view(caches, address, nbytes, cache, word) for address, nbytes in lanes]
+    def __init__(self, caches: list[torch.Tensor], runs: list[Run], num_blocks: int) -> None:
+        self.block_bytes = sum(run.bytes for run in runs)
+        word = math.gcd(8, *(part for run in runs for part in run))
+        self._views = [_view(caches, run, num_blocks, word) for run in runs]
         self.blocks_per_stage = max(1, STAGE_BYTES // max(1, self.block_bytes))
 
     def buffer(self) -> torch.Tensor:
@@ -68,14 +68,14 @@ class BlockCopier:
             start = end
 
 
-def _view(caches: list[torch.Tensor], address: int, nbytes: int, cache: CacheDescription, word: int) -> torch.Tensor:
+def _view(caches: list[torch.Tensor], run: Run, num_blocks: int, word: int) -> torch.Tensor:
     """A lane as a tensor [blocks, words]."""
-    end = address + (cache.num_blocks - 1) * cache.block_stride_bytes + nbytes
+    address, nbytes, stride_bytes = run
+    end = address + (num_blocks - 1) * stride_bytes + nbytes
     for tensor in caches:
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start <= address and end <= start + storage.nbytes() and not (address - start) % word:
             return torch.empty(0, dtype=_WORDS[word]).set_(
-                storage, (address - start) // word, (cache.num_blocks, nbytes // word),
-                (cache.block_stride_bytes // word, 1))
+                storage, (address - start) // word, (num_blocks, nbytes // word), (stride_bytes // word, 1))
     raise TransferError(f"{nbytes} bytes at {address:#x} of each block are outside of this rank's caches")

@@ -268,7 +268,7 @@ class WriteReceiver:
         lanes = plan(theirs, self._cache, None if heads is None else range(*heads))
         if theirs.head_bytes != self._cache.head_bytes:
             raise TransferError(f"a head has {theirs.head_bytes} bytes a block there and {self._cache.head_bytes} here")
-        return BlockCopier(self._caches, [(lane.remote, lane.bytes) for lane in lanes], self._cache)
+        return BlockCopier(self._caches, [lane.theirs for lane in lanes], self._cache.num_blocks)
 
     def _receive(self, begin: Begin, peer: str, copier: BlockCopier, buffers: list[torch.Tensor],
                  control: ControlConnection, group: PairGroup) -> None:

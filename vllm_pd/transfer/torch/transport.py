@@ -115,7 +115,7 @@ class TorchTransport:
             raise TransferError(f"peer {name} has no torch transport: {error}") from error
         if not address.port:
             raise TransferError(f"peer {name} does not receive")
-        copier = BlockCopier(self._caches, [(lane.local, lane.bytes) for lane in lanes], self._cache)
+        copier = BlockCopier(self._caches, [lane.ours for lane in lanes], self._cache.num_blocks)
         sender = PeerSender(address, self._introduction, heads, copier, self._context, self._write_ended)
         self._peers[name] = _TorchPeer(metadata, theirs.cache, copier.block_bytes, sender)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.checks import check_features, check_limits
-from vllm_pd.model.layers import check_states
+from vllm_pd.model.layers import check_index, check_states
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY
 
@@ -78,6 +78,7 @@ def check_beside(config: VllmConfig) -> None:
                           "used as a prefix hit")
     check_limits({key: getattr(config.parallel_config, key) for key in _LIMITS}, _LIMITS)
     check_states(config, False, is_offloading=True)
+    check_index(config, False, is_offloading=True)
     check_features({"speculative_config": config.speculative_config, "lora_config": config.lora_config,
                     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION}, _FEATURES)
 
