@@ -18,8 +18,9 @@ from writes import connect, finish, send
 
 from tests.forked import freeze
 from tests.verdict import same_bytes
-from vllm_pd.errors import TransferError
+from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.protocol.names import generation_name
+from vllm_pd.transfer.nixl.devices import only_network
 from vllm_pd.transfer.nixl.generations import MAX_GENERATIONS
 from vllm_pd.transfer.requests import (
     AddTransferPeer,
@@ -65,6 +66,57 @@ def copied_here(request, monkeypatch):
     """UCX's variables where the receiver copies what comes in: TCP, alone and beside shared memory."""
     monkeypatch.setenv("UCX_TLS", request.param)
     return {"UCX_TLS": request.param}
+
+
+@pytest.fixture
+def network_only(monkeypatch):
+    """What `only_network` makes of UCX's variables, with those of this process as they were."""
+    monkeypatch.setenv("UCX_TLS", "")
+    only_network()
+    made = os.environ["UCX_TLS"]
+    assert made.startswith("^sm,")
+    monkeypatch.delenv("UCX_TLS")
+    return {"UCX_TLS": made}
+
+
+@pytest.mark.parametrize("which", ["writer", "receiver"])
+def test_b105_an_engine_on_several_nodes_is_fenced_on_its_own_machine_too(rank, network_only, monkeypatch, which):
+    """B105: one of the two uses the network only. The other may use shared memory, and can't here: nothing lands once
+    the receiver's agent is destroyed."""
+    if which == "receiver":
+        monkeypatch.setenv("UCX_TLS", network_only["UCX_TLS"])
+    d = rank("d-fences", blocks=MANY)
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    free(d)
+    environ = network_only if which == "writer" else {}
+    with receiver("p-writes", blocks=MANY, environ=environ, progress_thread=False) as p:
+        assert p.ask("write", d.name, d.transport.metadata(), list(range(MANY)), "") is None
+        landed = landing(d)
+        if which == "receiver":
+            monkeypatch.setenv("UCX_TLS", network_only["UCX_TLS"])
+        renew(d, "d-fences~1")
+        assert retire(d) == []
+        free(d)
+        _, error = p.answer()
+        assert error and landed < MANY
+        time.sleep(0.5)
+        assert all(bool((layer == FREE).all()) for layer in d.memory), "it landed in blocks that are free"
+
+
+@pytest.mark.parametrize("given, made", [("", "^sm,cuda_ipc,rocm_ipc,ze_ipc"), ("tcp", "tcp"), ("rc,tcp", "rc,tcp"),
+                                         ("^rc,sm", "^rc,sm,cuda_ipc,rocm_ipc,ze_ipc")])
+def test_only_the_network(monkeypatch, given, made):
+    monkeypatch.setenv("UCX_TLS", given)
+    only_network()
+    only_network()
+    assert os.environ["UCX_TLS"] == made
+
+
+@pytest.mark.parametrize("given", ["all", "tcp,sm", "tcp,cma:aux", "rc,cuda", "posix, sysv,tcp"])
+def test_b80_a_way_that_exists_on_one_machine_only_is_refused(monkeypatch, given):
+    monkeypatch.setenv("UCX_TLS", given)
+    with pytest.raises(ConfigError, match="UCX_TLS=.*take .* out of it"):
+        only_network()
 
 
 def renew(rank, name: str) -> bytes:

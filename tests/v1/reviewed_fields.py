@@ -72,12 +72,14 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
     },
     ParallelConfig: {
         "digest": "tensor_parallel_size pipeline_parallel_size",
-        "refused": "prefill_context_parallel_size decode_context_parallel_size nnodes distributed_executor_backend "
+        "refused": "prefill_context_parallel_size decode_context_parallel_size distributed_executor_backend "
+                   "nnodes "  # with data-parallel ranks
                    "enable_fault_tolerance "
                    "data_parallel_rank_local "  # with experts, where a server sets none
                    "enable_elastic_ep",  # with the store alone it is local: the weights are moved, and stay the same
         "used": "data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_index "
-                "data_parallel_external_lb data_parallel_hybrid_lb world_size rank _api_process_count",
+                "data_parallel_external_lb data_parallel_hybrid_lb world_size rank _api_process_count "
+                "node_rank master_addr",
         "rounding": "enable_hc_sp enable_expert_parallel enable_eplb eplb_config expert_placement_strategy "
                     "all2all_backend disable_custom_all_reduce enable_dbo ubatch_size dbo_decode_token_threshold "
                     "dbo_prefill_token_threshold",
@@ -85,7 +87,7 @@ CONFIGURATIONS: dict[type, dict[str, str]] = {
                  "data_parallel_master_port data_parallel_backend enable_batch_sharded_sampling "
                  "enable_ep_weight_filter max_parallel_loading_workers enable_shm_tensor_arena elastic_ep_max_dp_size "
                  "disable_nccl_for_dp_synchronization ray_workers_use_nsight ray_runtime_env placement_group "
-                 "worker_cls worker_extension_cls master_addr master_port node_rank numa_bind numa_bind_nodes "
+                 "worker_cls worker_extension_cls master_port numa_bind numa_bind_nodes "
                  "numa_bind_cpus assigned_physical_gpu_ids distributed_timeout_seconds "
                  "cpu_distributed_timeout_seconds _data_parallel_master_port_list _coord_store_port "
                  "_api_process_rank fault_tolerance_config",

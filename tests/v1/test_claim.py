@@ -214,8 +214,8 @@ def test_a_configuration_that_is_checked_again_stays_the_same():
     (several(TIER, "PDConnector"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
      "speculative_config=.*not tried"),
     (several(TIER, "PDConnector"), {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-     "pipeline_parallel_size=2.*tensor-parallel ranks only"),
-    (several(TIER, "PDConnector"), {"data_parallel_size": 2}, "data_parallel_size=2.*tensor-parallel ranks only"),
+     "pipeline_parallel_size=2.*tensor-parallel ranks of one host only"),
+    (several(TIER, "PDConnector"), {"data_parallel_size": 2}, "data_parallel_size=2.*ranks of one host only"),
     ({"extra": STORED}, {"enable_prefix_caching": False}, "enable_prefix_caching=False.*prefix hit"),
     ({"extra": STORED}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
      "pipeline_parallel_size=2.*tensor-parallel ranks of one host"),
@@ -564,12 +564,36 @@ def test_b80_ranks_without_a_server_that_prefill_for_peers(role, is_taken, monke
     assert configure(transfer(role), data_parallel_size=2).parallel_config.data_parallel_rank_local is None
 
 
-def test_b80_ranks_on_several_nodes():
-    """B80"""
-    config = configure(transfer())
-    config.parallel_config.nnodes = 2
-    with pytest.raises(ConfigError, match="nnodes=2.*this host"):
-        check_config(config, PDConfig.parse("kv_consumer", BROKER))
+NODES = {"tensor_parallel_size": 2, "nnodes": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_b101_an_engine_on_several_nodes(node):
+    """B101: each node makes its own configuration."""
+    assert configure(transfer(), **NODES, node_rank=node).parallel_config.node_rank_within_dp == node
+
+
+@pytest.mark.parametrize("kv, more, words", [
+    ({"extra": STORED}, {}, "nnodes=2.*tensor-parallel ranks of one host"),
+    (several("PDConnector", TIER), {}, "nnodes=2.*tensor-parallel ranks of one host"),
+    ({}, {"tensor_parallel_size": 1, "data_parallel_size": 2}, "nnodes=2.*one of a data-parallel group"),
+    ({"extra": {**BROKER, "step_sync": True}}, {"tensor_parallel_size": 1, "data_parallel_size": 2}, "nnodes=2"),
+    ({}, {"master_addr": "10.9.8.7"}, "bind='tcp://127.0.0.1:0'.*first node is 10.9.8.7.*auto"),
+], ids=["store", "offloading", "groups", "step sync", "loopback"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_b80_several_nodes_with_what_was_not_tried_there(kv, more, words, node):
+    """B80: refused on each node, before the model is loaded."""
+    with pytest.raises((ConfigError, ValueError), match=f"(?s){words}"):
+        configure(transfer(**kv), **{**NODES, **more}, node_rank=node)
+
+
+def test_b80_shared_memory_between_nodes(monkeypatch):
+    """B80: what is not there between machines must not be used by an engine on several."""
+    monkeypatch.setenv("UCX_TLS", "tcp,cma")
+    with pytest.raises(ConfigError, match="UCX_TLS='tcp,cma'.*take cma out of it"):
+        configure(transfer(), **NODES)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    configure(transfer(), **NODES)
 
 
 def test_b80_a_model_for_which_vllm_has_a_scheduler_of_its_own():

@@ -2,6 +2,7 @@
 """The real loops of EngineCoreProc and DPEngineCoreProc over simulated memory: sleeping, waking, waves, shutdown."""
 import collections
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from tests.v1.simulated import Engine
 from tests.v1.test_hazards import prompt
 from vllm_pd.protocol.actions import Prefilled, Released
 from vllm_pd.protocol.messages import Timings
+from vllm_pd.v1 import engine_access
 from vllm_pd.v1.engine_access import EngineAccess
 
 WAIT_S = 60.0
@@ -345,3 +347,56 @@ def test_b94_ranks_of_a_group_make_no_dummy_forward_for_a_parked_request(model_f
     loop.stop()
     loop.engine.check_answers()
     assert loop.engine.ended["a"] == "length"
+
+
+class Executor:
+    """As far as a rank on another node that is gone concerns it."""
+
+    def __init__(self) -> None:
+        self.is_failed, self.calls = False, []
+        self.failure_callback = lambda: self.calls.append(("callback", self.is_failed))
+
+    def shutdown(self) -> None:
+        self.calls.append(("shutdown", self.is_failed))
+        self.shutting_down = True
+
+
+def end_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "vllm-pd-rank-lost":
+            thread.join(60)
+
+
+def test_b21_a_rank_on_another_node_is_lost(caplog):
+    """B21: the engine ends as by the end of a process of the executor, once, and who says so does not wait."""
+    executor = Executor()
+    access = EngineAccess(SimpleNamespace(model_executor=executor))
+    access.close()  # it ends in time
+    for _ in range(2):
+        access.rank_lost("rank 1 on node 1 is gone")
+        end_threads()
+    assert executor.calls == [("shutdown", True), ("callback", True)] and executor.failure_callback is None
+    assert "rank 1 on node 1 is gone: this engine ends" in caplog.text
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_b21_an_engine_that_waits_for_the_rank_that_is_lost(monkeypatch, ends):
+    """B21: where it waits for an answer of that rank it sees no failure. Then its process ends."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(engine_access, "END_S", 60.0 if ends else 0.05)
+    access = EngineAccess(SimpleNamespace(model_executor=Executor()))
+    access.rank_lost("rank 1 on node 1 is gone")
+    if ends:
+        access.close()
+    end_threads()
+    assert ended == ([] if ends else [1])
+
+
+@pytest.mark.parametrize("attribute", ["is_failed", "shutting_down"])
+def test_an_executor_that_ends_anyhow_is_left_alone(attribute):
+    executor = Executor()
+    setattr(executor, attribute, True)
+    EngineAccess(SimpleNamespace(model_executor=executor)).rank_lost("rank 1 is gone")
+    end_threads()
+    assert executor.calls == []

@@ -3,12 +3,16 @@
 
 B42 (fingerprints), B80 (refusals), B20, B21 (ends). Deaths and noise on the sockets: tests/transfer, without vLLM.
 """
+import dataclasses
 import json
 import multiprocessing
 import os
 import pickle
+import queue
+import socket
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +20,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
-from vllm.config import CacheConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 
+from tests.waiting import wait_for
 from vllm_pd.errors import ConfigError, ControlError
+from vllm_pd.peer.liveness.process import lost as process_lost
 from vllm_pd.peer.liveness.process import this_process
 from vllm_pd.protocol.messages import Process, Role
 from vllm_pd.transfer.layout import CacheDescription
@@ -26,6 +32,7 @@ from vllm_pd.transfer.requests import Write
 from vllm_pd.transfer.transport import PeerMetadata, RanksMetadata
 from vllm_pd.v1 import worker as v1_worker
 from vllm_pd.v1.fingerprint import engine_name, fingerprint, token_bytes, total_kv_heads
+from vllm_pd.v1.settings import OWN_KEY
 from vllm_pd.v1.worker import RankHandshake, RankWorker, attach_ranks
 
 LAYERS, BLOCKS, KV_HEADS, TOKENS, HEAD_SIZE = 12, 5, 4, 32, 32
@@ -337,3 +344,101 @@ def test_b21_two_ranks_in_processes_of_their_own(folder):
         for process in processes:
             process.kill()
             process.join(60)
+
+
+# An engine on two nodes.
+
+
+def node_config(folder: Path, node: int, role: str = "kv_producer", **settings) -> VllmConfig:
+    """What the plugin has made of the command line of that node of two."""
+    config = make_config(folder, ranks=2)
+    parallel = config.parallel_config
+    parallel.world_size, parallel.nnodes, parallel.node_rank = 2, 2, node
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="PDConnector", kv_role="kv_both", kv_connector_extra_config={
+            "broker": "tcp://127.0.0.1:5700", **settings, OWN_KEY: {"kv_role": role, "front": "ipc:///tmp/nobody"}})
+    return config
+
+
+def serve_node(pipe: Connection, node: int, folder: Path) -> None:
+    """A worker process of that node, which has one rank."""
+    os.environ.pop("UCX_TLS", None)
+    place(pytest.MonkeyPatch(), node)
+    made = RankWorker(node_config(folder, node))
+    made.register_kv_caches(make_caches(ranks=2))
+    pipe.send(made.handshake())
+    while pipe.recv() == "ways":
+        pipe.send(os.environ.get("UCX_TLS"))
+
+
+@pytest.fixture
+def nodes(folder) -> Iterator[tuple[list, list, dict]]:
+    """The processes of both, the pipes to them, and their handshakes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm_pd.v1.worker"])
+    pipes, processes = [], []
+    for node in range(2):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=serve_node, args=(theirs, node, folder), daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    assert all(pipe.poll(WAIT_S) for pipe in pipes)
+    yield processes, pipes, {(0, node): pipe.recv() for node, pipe in enumerate(pipes)}
+    for process in processes:
+        process.kill()
+
+
+def test_b21_b101_a_rank_on_another_node(folder, nodes):
+    """Its engine hears of its end, which the executor does not see, and its guardian is one of the engine's processes.
+    For its peers the engine is on another machine, and it uses the network only. B21, B101."""
+    processes, pipes, handshakes = nodes
+    lost: queue.Queue[str] = queue.Queue()
+    here, there = handshakes.values()
+    assert here.remote is None and there.address == b"" and pickle.loads(pickle.dumps(there)) == there
+    member, _, transfer = attach_ranks(node_config(folder, 0), Role.PREFILL, handshakes, lost=lost.put)
+    transfer.start(lambda: None, lambda end: None)
+    own, first, guardian = member.processes
+    assert (own, first.pid) == (this_process(), processes[0].pid) and guardian.pid not in {p.pid for p in processes}
+    assert process_lost(member) is None and member.host_id == f"several-{member.incarnation}"
+    for pipe in pipes:
+        pipe.send("ways")
+        assert pipe.poll(WAIT_S) and pipe.recv().startswith("^sm,")
+    processes[1].kill()
+    assert lost.get(timeout=WAIT_S).startswith(f"rank 1 on node 1 ({there.remote.url}) is gone")
+    wait_for(lambda: process_lost(member) == guardian, "the guardian ends, for all it guarded are gone")
+    assert not transfer.close()
+
+
+def test_b80_nodes_that_differ_are_refused_by_name(folder, nodes):
+    """B80: with what each has, before anything is attached."""
+    *_, handshakes = nodes
+
+    def attach(there: RankHandshake | None, config: VllmConfig | None = None) -> None:
+        given = {(0, 0): handshakes[0, 0]} | ({} if there is None else {(0, 1): there})
+        attach_ranks(config or node_config(folder, 0), Role.PREFILL, given)
+
+    there = handshakes[0, 1]
+    with pytest.raises(ConfigError, match="kv_transfer_config=None.*the ranks of node 1 lack it"):
+        attach(None)
+    for name, other in (("vllm", "0.31.0"), ("vllm-pd", "7"), ("model", "Other:0")):
+        same = tuple((key, other if key == name else value) for key, value in there.same)
+        with pytest.raises(ConfigError, match=f"{name}='{other}' can't be used: node 1 has that, and node 0 has "):
+            attach(dataclasses.replace(there, same=same))
+    with pytest.raises(ConfigError, match="kv_role='kv_producer'.*node 1 has that, and node 0 has kv_consumer"):
+        attach(there, node_config(folder, 0, "kv_consumer"))
+    with pytest.raises(ConfigError, match="max_local_prefill_tokens='1000'.*node 0 has 7"):
+        attach(there, node_config(folder, 0, max_local_prefill_tokens=7))
+    attach_ranks(node_config(folder, 0, bind="tcp://127.0.0.2:0", zone="a"), Role.PREFILL, handshakes)[2].close()
+
+
+def test_b80_a_node_whose_ports_are_taken_is_refused(folder, monkeypatch):
+    """B80: the rank's number on its node is added to both."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for key, settings in (("bind", {"bind": f"tcp://127.0.0.1:{port}"}),
+                              ("lifeline_port", {"lifeline_port": port})):
+            place(monkeypatch, 1)
+            made = RankWorker(node_config(folder, 1, **settings))
+            with pytest.raises(ConfigError, match=f"{key}=.*rank 1 can't listen there"):
+                made.register_kv_caches(make_caches(ranks=2))
+            made.close()

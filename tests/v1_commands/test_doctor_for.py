@@ -82,7 +82,8 @@ class TestLines:
         "heads": lambda models: line(models["llama"], flags="--tensor-parallel-size 16 --hf-overrides "
                                      '\'{"num_key_value_heads": 3, "num_attention_heads": 48}\''),
         "feature": lambda models: line(models["llama"], flags='--weight-transfer-config \'{"backend": "nccl"}\''),
-        "limit": lambda models: line(models["llama"], flags="--tensor-parallel-size 2 --nnodes 2"),
+        "nodes": lambda models: line(models["llama"], flags="--tensor-parallel-size 2 --nnodes 2"),
+        "limit": lambda models: line(models["llama"], extra={"store": {}}, flags="--tensor-parallel-size 2 --nnodes 2"),
         "window": lambda models: line(models["llama"], flags="--hf-overrides '{\"sliding_window\": 128}'"),
         "index": lambda models: line(models["glm-dsa"], flags="--kv-cache-dtype fp8_ds_mla"),
         "index and store": lambda models: line(models["glm-dsa"], "kv_both", extra={"store": {}}),
@@ -140,6 +141,10 @@ class TestLines:
         assert first.ok and ": kv_consumer, GlmMoeDsaForCausalLM, bfloat16, TP 1, PP 1" in first.fact
         assert found["index"].member.fingerprint.kv_dtype == "fp8_ds_mla"
 
+    def test_several_nodes_are_accepted(self, found):
+        assert next(judge_line(1, found["nodes"])).lines == [
+            f"ok   line 1    accepted on cpu: kv_consumer, LlamaForCausalLM, bfloat16, TP 2, PP 1; broker {BROKER}"]
+
     def test_what_stays(self, found):
         (stays, ) = [one.fact for one in judge_line(1, found["kv_consumer"]) if "by itself" in one.fact]
         for kind in ("up to 1000 tokens that are not cached", "prompt_logprobs", "read no prefix cache",
@@ -153,7 +158,7 @@ class TestLines:
         ("pipeline", "pipeline_parallel_size=5 can't be used", "use at most 4, the layers of the model"),
         ("heads", "tensor_parallel_size=16 can't be used", "choose one that divides the model's 3 KV heads"),
         ("feature", "weight_transfer_config=WeightTransferConfig(backend=", "restart engines for new weights"),
-        ("limit", "nnodes=2 can't be used", "all ranks must be on this host"),
+        ("limit", "nnodes=2 can't be used", "tensor-parallel ranks of one host only"),
         ("window", "sliding_window=128 can't be used", "--disable-sliding-window"),
         ("index and store", "store=True can't be used", "leave it out: the store keeps KV, and not the index"),
         ("compressed", "compress_ratios=[1, 4, 1, 4] can't be used", "more than one kind of KV"),
@@ -270,7 +275,7 @@ class TestPairs:
         lines += [line(models["llama"], "kv_producer"), line(models["llama"], "kv_producer")]
         lines += [line(models["llama"], "kv_both", extra={"broker": f"tcp://127.0.0.1:{port}"})
                   for port in (5700, 5701)]
-        lines += [line(models["llama"], "kv_producer", "--tensor-parallel-size 2 --nnodes 2"), line(models["llama"])]
+        lines += [line(models["llama"], "kv_producer", "--pipeline-parallel-size 5"), line(models["llama"])]
         lines += [line(models["llama"], "kv_producer", extra={"transport": "torch"}), line(models["llama"])]
         names = [*self.CASES, "ranks of states", "drafts after states", "groups", "other model", "P and P", "brokers",
                  "refused", "transports"]
@@ -377,7 +382,7 @@ def test_a_model_of_the_hub_is_known_by_name_and_commit(models, tmp_path):
 
 @pytest.mark.slow
 def test_status_and_words_of_the_command(models):
-    two_hosts = line(models["llama"], flags="--tensor-parallel-size 2 --nnodes 2")
+    two_hosts = line(models["llama"], flags="--tensor-parallel-size 2 --nnodes 2", extra={"store": {}})
     bad = doctor("--for", two_hosts)
     assert bad.returncode == 1 and "BAD  line 1    nnodes=2 can't be used" in bad.stdout and "-> use 1:" in bad.stdout
     unknown = doctor("--for", line(models["llama"], flags="--bogus"))

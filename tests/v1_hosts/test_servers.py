@@ -26,7 +26,8 @@ START_S, ANSWER_S, BACK_S = 600.0, 120.0, 40.0
 PROMPT_TOKENS, ANSWER_TOKENS = 600, 8
 SLOW = "1mbit"  # at which a prompt's KV takes seconds
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-               "VLLM_CPU_CI_ENV": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+               "VLLM_CPU_CI_ENV": "1", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
+               "VLLM_LOGGING_STREAM": "ext://sys.stderr", "GLOO_SOCKET_IFNAME": "eth0"}
 PD = {"bind": "auto", "max_local_prefill_tokens": 32, "lease_s": 8.0}
 REQUEST = """import sys, urllib.request
 url, body, timeout_s = sys.argv[1:]
@@ -42,17 +43,18 @@ def ask(host: Host, url: str, body: dict | None = None, timeout_s: float = 20.0)
 
 
 class Server:
-    """`vllm serve` on a host, which also has its clients."""
+    """`vllm serve` with these flags on a host, which also has its clients."""
 
-    def __init__(self, host: Host, fleet: Fleet, role: str) -> None:
+    def __init__(self, host: Host, fleet: Fleet, role: str, *flags: str) -> None:
         self.host, self._url = host, f"http://{host.ip}:8000"
         pd = {"kv_connector": "PDConnector", "kv_role": role,
               "kv_connector_extra_config": {"broker": fleet.url, "keys": str(fleet.keys), **PD}}
         self._log = host.folder / "server.log"
         host.start([str(Path(sys.executable).with_name("vllm")), "serve", os.environ["VLLM_PD_TINY_MODEL"], "--host",
                     host.ip, "--served-model-name", MODEL, "--dtype", "float32", "--max-model-len", "2048",
-                    "--enforce-eager", "--num-gpu-blocks-override", "512", "--kv-transfer-config", json.dumps(pd)],
-                   subprocess.DEVNULL, self._log, ENVIRONMENT)
+                    "--enforce-eager", "--num-gpu-blocks-override", "512", "--kv-transfer-config", json.dumps(pd),
+                    *flags],
+                   subprocess.DEVNULL, self._log, {**ENVIRONMENT, "VLLM_HOST_IP": host.ip})
 
     def ready(self) -> Server:
         """Wait until it answers."""
@@ -61,9 +63,12 @@ class Server:
                 return MODEL in ask(self.host, f"{self._url}/v1/models")
             except subprocess.CalledProcessError:
                 return False
-        wait_for(answers, lambda: f"{self.host.name}: {self._log.read_text()[-2000:]}", START_S,
-                 lambda: time.sleep(1.0))
+        wait_for(answers, lambda: f"{self.host.name}: {self.said()[-2000:]}", START_S, lambda: time.sleep(1.0))
         return self
+
+    def said(self) -> str:
+        """Its log."""
+        return self._log.read_text()
 
     def complete(self, tokens: list[int], where: str) -> TokenIds:
         """The greedy tokens that follow; the prompt is to be prefilled "local" or "remote"."""

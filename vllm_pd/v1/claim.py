@@ -37,9 +37,11 @@ from vllm_pd.model.fingerprint import pin_weights
 from vllm_pd.model.layers import check_index, check_states, check_v1_layers, choose_one_group
 from vllm_pd.model.offloading import check_offloading, hybrid_flag
 from vllm_pd.model.store_checks import check_shared_store
+from vllm_pd.rpc.addresses import is_loopback
 from vllm_pd.rpc.nats_address import NatsAddress
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import TransportChoice
+from vllm_pd.transfer.nixl.devices import check_network_only
 from vllm_pd.v1.beside import config as beside
 from vllm_pd.v1.events import check_ports
 from vllm_pd.v1.lockstep.mark import claim_step_sync
@@ -47,7 +49,7 @@ from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY, name_front
 
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
 
 logger = logging.getLogger("vllm.pd")
 
@@ -58,7 +60,6 @@ V1_LIMITS = {
     **LIMITS,
     "prefill_context_parallel_size": (1, "use 1: a split of the prompt over ranks is not transferred"),
     "decode_context_parallel_size": (1, "use 1: a split of the context over ranks is not transferred"),
-    "nnodes": (1, "use 1: all ranks must be on this host"),
 }
 V1_FEATURES = {
     **FEATURES,
@@ -168,6 +169,7 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
     check_index(config, ours.store is not None)
     check_drafter(config)
     check_parallel(config)
+    check_nodes(parallel, ours)
     check_executor(config, ours.role.prefills)
     check_stages(config)
     check_memory()
@@ -180,6 +182,21 @@ def check_config(config: VllmConfig, ours: PDConfig) -> None:
             raise ConfigError(key, value, "write port 0: each data-parallel rank listens at a port of its own")
     TransportChoice.of(ours.transport, ours.transport_host).check_device(config.device_config.device_type)
     _ask_host(config, ours)
+
+
+def check_nodes(parallel: ParallelConfig, ours: PDConfig) -> None:
+    """An engine on several nodes must be alone on them, and its ranks must be reached. Raises ConfigError."""
+    if parallel.nnodes == 1:
+        return
+    if parallel.data_parallel_size > 1:
+        raise ConfigError("nnodes", parallel.nnodes, "use 1, or --data-parallel-size 1: an engine on several nodes is "
+                          "not tried as one of a data-parallel group. Data-parallel ranks on several hosts need no "
+                          "--nnodes: write --data-parallel-size-local")
+    if is_loopback(ours.transport_host) and not is_loopback(parallel.master_addr):
+        raise ConfigError("bind", ours.bind, f"the engine's first node is {parallel.master_addr}, so the others are on "
+                          "other machines: listen at an address of this node's own that they reach: write "
+                          '"auto", or one like tcp://10.0.0.6:0')
+    check_network_only()
 
 
 def check_host(config: VllmConfig, ours: PDConfig) -> None:

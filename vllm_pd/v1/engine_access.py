@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +31,10 @@ except ImportError:
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
+
+logger = logging.getLogger("vllm.pd")
+
+END_S = 15.0  # how long an engine that has lost a rank on another node may take to end
 
 
 def hand_over_engines(connector_class: type) -> None:
@@ -87,6 +93,7 @@ class EngineAccess:
         self._woken = threading.Event()
         self._timer: threading.Timer | None = None
         self._due: float | None = None
+        self._closed = threading.Event()
         self._has_waves = isinstance(engine, DPEngineCoreProc) and not isinstance(engine, StepSyncCore)
         if self._has_waves:
             engine.execute_dummy_batch = functools.partial(self._run_dummy, engine.execute_dummy_batch)
@@ -199,6 +206,27 @@ class EngineAccess:
         """Send these statistics to that front end, without a step."""
         self._engine.output_queue.put_nowait((front_end, EngineCoreOutputs(scheduler_stats=stats)))
 
+    def rank_lost(self, what: str) -> None:
+        """A rank on another node is gone: end this engine, as the executor does when it sees the end of one of its own
+        processes. Where it waits for an answer of that rank, its process ends after END_S. In any thread; does not
+        block."""
+        logger.error("%s: this engine ends", what)
+        threading.Thread(target=self._fail_executor, name="vllm-pd-rank-lost", daemon=True).start()
+
+    def _fail_executor(self) -> None:
+        executor = self._engine.model_executor
+        if executor.is_failed or getattr(executor, "shutting_down", False):
+            return  # it has seen an end, too, or the engine ends anyhow
+        executor.is_failed = True
+        executor.shutdown()
+        callback, executor.failure_callback = executor.failure_callback, None
+        if callback is not None:
+            callback()
+        if not self._closed.wait(END_S):
+            logger.error("the engine still waits for that rank: its process ends")
+            os._exit(1)
+
     def close(self) -> None:
-        """Cancel the timer."""
+        """Cancel the timers."""
         self.wake_at(None)
+        self._closed.set()

@@ -175,6 +175,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCoreProc.engines_running", "whether a wave runs"),
         Required("EngineCoreProc.has_coordinator", "whether waves are announced to the other ranks"),
         Required("EngineCoreProc.is_running", "whether a shutdown was requested", takes=()),
+        Required("EngineCore.model_executor", "is ended when a rank on another node is gone"),
         Required("EngineCore.batch_queue", "steps in flight: a reset of the prefix cache has them processed first"),
         Required("EngineCoreProc._process_engine_step", "processes them", takes=()),
         Required("EngineShutdownState.REQUESTED", "its loop is yet to see that it is to shut down"),
@@ -207,6 +208,11 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("EngineCoreProc.publish_dp_lb_stats", "whether one front end calls all ranks"),
         Required("EngineCoreProc._send_engine_dead", "says that a group has failed", takes=()),
         Required("EngineShutdownState.SHUTTING_DOWN", "then a rank stays as long as others need it"),
+    ),
+    "v1/executor/multiproc_executor.py": (
+        Required("MultiprocExecutor.is_failed", "set where a rank on another node is gone, as it is for a local one"),
+        Required("MultiprocExecutor.shutdown", "as is_failed: ends what waits for that rank", takes=()),
+        Required("MultiprocExecutor.failure_callback", "as is_failed: ends the engine's loop"),
     ),
     "v1/engine/__init__.py": (
         Required("EngineCoreRequest", "a request of our own", takes=(
@@ -327,7 +333,12 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("ParallelConfig.local_engines_only", "whether a server has other ranks than those"),
         Required("ParallelConfig._api_process_count", "how many processes a server has"),
         Required("ParallelConfig._api_process_rank", "whether this one starts the engines"),
-        Required("ParallelConfig.nnodes", "refused above 1"), Required("ParallelConfig.enable_elastic_ep", "refused"),
+        Required("ParallelConfig.nnodes", "refused above 1 with data-parallel ranks"),
+        Required("ParallelConfig.nnodes_within_dp", "whether an engine is on several nodes"),
+        Required("ParallelConfig.node_rank_within_dp", "which one this is: a rank on another than the first listens"),
+        Required("ParallelConfig.local_world_size", "the ranks of a node, which have ports of their own"),
+        Required("ParallelConfig.master_addr", "where the first node is: the others must be reached from there"),
+        Required("ParallelConfig.enable_elastic_ep", "refused"),
         Required("ParallelConfig.enable_fault_tolerance", "refused"),
         Required("ParallelConfig.data_parallel_rank_local", "set without a server, and then refused"),
         Required("ParallelConfig._api_process_count", "whether the server has several processes"),

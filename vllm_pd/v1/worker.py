@@ -10,34 +10,49 @@ an engine step (`vllm_pd.transfer.ranks.process`). Life of a rank:
 3. From then on requests go down and progress comes up over that socket, at any time. The lifeline's file goes down too.
 4. `close` on either side ends the thread. A rank whose EngineCore is gone ends its process at once, because a peer
    reuses the blocks that we may write to only when all processes of the engine are gone.
+
+A rank on another node than EngineCore (`--nnodes`) listens at an address (`vllm_pd.transfer.ranks.remote`), has a
+lifeline of its own, and is guarded (`vllm_pd.peer.liveness.guardian`). What EngineCore decides it is sent; where it
+listens follows from its own node's settings. For its peers such an engine is on another machine, whichever theirs is:
+what they fence by their own act (`vllm_pd.protocol.generations`) is then fenced for all its ranks. So all of them use
+the network only, also to engines of their machine.
 """
 from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.extras import PLUGIN, version_of
 from vllm_pd.model.checks import stage_layers
 from vllm_pd.model.drafter import keeps_kv
+from vllm_pd.peer.liveness.guardian import start_guardian
+from vllm_pd.peer.liveness.lifeline import Lifeline
 from vllm_pd.peer.liveness.process import local_member, parent_pid, this_process
 from vllm_pd.protocol.messages import Member, Process, Role
-from vllm_pd.transfer.choice import NIXL, TransportChoice
+from vllm_pd.settings.engine import PDConfig
+from vllm_pd.transfer.choice import NIXL, TransportChoice, TransportKind
 from vllm_pd.transfer.cores import leave_model_cores
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views, distinct_caches
+from vllm_pd.transfer.nixl.devices import only_network
 from vllm_pd.transfer.plan import head_range, said_regions
 from vllm_pd.transfer.ranks.gather import RankTransfers
 from vllm_pd.transfer.ranks.process import AttachRank, RankServer, connect_ranks
+from vllm_pd.transfer.ranks.remote import RankAddress, RankPort
 from vllm_pd.transfer.ranks.transport import RankedTransport
 from vllm_pd.transfer.states import views_of_states
 from vllm_pd.transfer.steps import ComputedSteps, StepOrderedTransfer
@@ -46,10 +61,15 @@ from vllm_pd.transfer.whole import regions_beside
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v1.cpu_adapters import leave_base_tokens
 from vllm_pd.v1.fingerprint import engine_name, fingerprint, total_kv_heads
+from vllm_pd.v1.settings import read_settings
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.pd")
+
+NODE_KEYS = {"bind", "lifeline_port", "zone", "keys", "nats_credentials", "nats_ca"}  # may differ between the nodes
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,9 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     cache: bytes  # its CacheDescription, in msgpack
     engine: str  # Fingerprint.engine, without what is beside the KV
     kv_dtype: str = ""  # of the cache, as the model's layers have chosen it
+    node: int = 0
+    remote: RankAddress | None = None  # where it is, on another node than EngineCore's
+    same: tuple[tuple[str, str], ...] = ()  # there: what must be as it is on EngineCore's node, by name
 
 
 class RankWorker:
@@ -107,11 +130,17 @@ class RankWorker:
             self._device = CudaDevice(torch.cuda)
             enter = functools.partial(torch.cuda.set_device, description.device_id)  # UCX goes by the thread's device
         self._steps = ComputedSteps(self._device)
+        node, port, same = self._config.parallel_config.node_rank_within_dp, None, ()
+        engine = engine_name(self._config, views)
+        if node:
+            port = self._listen()
+            same = node_settings(self._config, description, engine, self._config.cache_config.cache_dtype)
         self._server = RankServer(lambda order: self._attach(order, all_views, description),
-                                  {os.getpid(), parent_pid()}, enter)
-        self._handshake = RankHandshake(msgspec.structs.astuple(this_process()), self._server.address,
-                                        msgspec.msgpack.encode(description), engine_name(self._config, views),
-                                        self._config.cache_config.cache_dtype)
+                                  {os.getpid(), parent_pid()}, enter, port)
+        self._handshake = RankHandshake(
+            msgspec.structs.astuple(this_process()), b"" if node else self._server.address,
+            msgspec.msgpack.encode(description), engine, self._config.cache_config.cache_dtype, node,
+            port.address if node else None, same)
 
     def handshake(self) -> RankHandshake | None:
         """For `get_handshake_metadata`. None before `register_kv_caches`."""
@@ -161,10 +190,30 @@ class RankWorker:
                               f"{self._rank}", f"{len(layers)} of {len(heads)} were expected there")
         return description
 
+    def _listen(self) -> RankPort:
+        """Where EngineCore connects, and the lifeline, on another node: at the address of this node's `bind`, at its
+        port and at `lifeline_port`, each with the rank's number on this node added, or at free ports."""
+        ours = own_settings(self._config)
+        bind, index = urlsplit(ours.bind), self._rank % self._config.parallel_config.local_world_size
+        key, value = "lifeline_port", ours.lifeline_port
+        try:
+            name = uuid.uuid4().hex
+            lifeline = Lifeline(name, bind.hostname, ours.lifeline_port and ours.lifeline_port + index)
+            key, value = "bind", ours.bind
+            return RankPort(bind.hostname, bind.port and bind.port + index, lifeline, lifeline.address, name)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(key, value, f"rank {self._rank} can't listen there ({error}): write an address of this "
+                              "node and ports that are free, one for each of its ranks, or 0") from error
+
     def _attach(self, order: AttachRank, views: list[torch.Tensor],
                 description: CacheDescription) -> tuple[StepOrderedTransfer, bytes]:
         """Runs in the rank's thread."""
-        transport = order.transport.make(rank_name(order.incarnation, self._rank), views, description, order.receives)
+        choice, parallel = order.transport, self._config.parallel_config
+        if parallel.nnodes_within_dp > 1 and choice.kind is TransportKind.NIXL:
+            only_network()
+        if parallel.node_rank_within_dp:
+            choice = msgspec.structs.replace(choice, host=own_settings(self._config).transport_host)
+        transport = choice.make(rank_name(order.incarnation, self._rank), views, description, order.receives)
         ranked = RankedTransport(transport, self._rank, self._tp, total_kv_heads(self._config))
         return StepOrderedTransfer(TransferWorker(ranked, rank=self._rank), self._steps), transport.metadata()
 
@@ -173,10 +222,12 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
                  transport: TransportChoice = NIXL,
                  is_read: bool = False,
                  windows: tuple[int, ...] = (),
-                 states: str = "") -> tuple[Member, bytes, RemoteEngineTransfer]:
+                 states: str = "",
+                 lost: Callable[[str], None] = logger.error) -> tuple[Member, bytes, RemoteEngineTransfer]:
     """Attach EngineCore to its ranks. `handshakes` by pipeline stage and tensor-parallel rank, as vLLM has them.
     `is_read`: peers may read from a prefill engine, too. `windows`: of the groups of blocks (`protocol.rows`).
-    `states`: what a block of those with states holds.
+    `states`: what a block of those with states holds. `lost` is called, in any thread, with what has happened to a rank
+    on another node, or to its guardian, if that is gone: the executor does not see it. It must not block.
 
     Returns the engine's registry entry (its address still empty), the metadata by which peers reach its memory, and the
     transfers of all ranks, which the caller owns: it must `start` and `close` them. Raises ConfigError if the ranks'
@@ -191,10 +242,11 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     ranks = [handshakes[rank] for rank in sorted(handshakes)]
     parallel = vllm_config.parallel_config
     tp = parallel.tensor_parallel_size
-    if sorted(handshakes) != list(itertools.product(range(parallel.pipeline_parallel_size), range(tp))):
-        raise ConfigError("tensor_parallel_size", tp, f"only the ranks {sorted(handshakes)} have a KV cache")
+    check_handshakes(vllm_config, handshakes)
     if len({rank.engine for rank in ranks}) > 1:
         raise ConfigError("attention backend", sorted({rank.engine for rank in ranks}), "all ranks must have the same")
+    if len({rank.kv_dtype for rank in ranks}) > 1:
+        raise ConfigError("kv_cache_dtype", sorted({rank.kv_dtype for rank in ranks}), "all ranks must have the same")
     stages = [msgspec.msgpack.decode(rank.cache, type=CacheDescription) for rank in ranks[::tp]]
     beside = said_regions([region for stage in stages for region in stage.whole])
     engine = f"{ranks[0].engine}, beside KV {beside}" if beside else ranks[0].engine
@@ -202,8 +254,66 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
         fingerprint(vllm_config, stages[0], engine, windows, states, ranks[0].kv_dtype),
         layers=sum(stage.layers for stage in stages), transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
-    connections, metadata = connect_ranks({number: (rank.process[0], rank.address)
-                                          for number, rank in enumerate(ranks)}, order)
-    processes = dict.fromkeys([*member.processes, *(Process(*rank.process) for rank in ranks)])
+    remote = {number: rank.remote for number, rank in enumerate(ranks) if rank.remote is not None}
+    if remote:  # no peer is on the machine of all ranks, and they use the network only
+        member = msgspec.structs.replace(member, host_id=f"several-{member.incarnation}")
+    guardian, guarding = start_guardian(remote) if remote else (None, None)
+    try:
+        connections, metadata = connect_ranks(
+            {number: (0 if number in remote else rank.process[0], remote.get(number, rank.address))
+             for number, rank in enumerate(ranks)}, order)
+    except Exception:
+        if guardian is not None:
+            guardian.close()
+        raise
+    processes = dict.fromkeys([*member.processes, *(Process(*rank.process) for rank in ranks if rank.remote is None),
+                               *([] if guarding is None else [guarding])])
+    elsewhere = {number: f"rank {number} on node {rank.node} ({rank.remote.url})"
+                 for number, rank in enumerate(ranks) if rank.remote is not None}
+    if guarding is not None:
+        elsewhere[len(ranks)] = f"the guardian of the ranks on other nodes, process {guarding.pid},"
     return (msgspec.structs.replace(member, processes=tuple(processes)), RanksMetadata(metadata).encode(),
-            RemoteEngineTransfer(RankTransfers(connections)))
+            RemoteEngineTransfer(RankTransfers(connections, guardian, elsewhere, lost)))
+
+
+def own_settings(vllm_config: VllmConfig) -> PDConfig:
+    """Those of this node's command line."""
+    settings = read_settings(vllm_config)
+    return PDConfig.parse(settings.kv_role, settings.extra)
+
+
+def node_settings(vllm_config: VllmConfig, cache: CacheDescription, engine: str,
+                  kv_dtype: str) -> tuple[tuple[str, str], ...]:
+    """What must be the same on all nodes of an engine, by name: releases, our settings without those of a host, and
+    what a rank's KV is, as far as it follows from the command line."""
+    import vllm
+    ours = own_settings(vllm_config)
+    kv = fingerprint(vllm_config, cache, engine, kv_dtype=kv_dtype)
+    return (("vllm", vllm.__version__), *((name, str(version_of(name))) for name in ("vllm-pd", PLUGIN)),
+            ("kv_role", ours.role.value),
+            *((key.name, repr(getattr(ours, key.name))) for key in PDConfig.settings() if key.name not in NODE_KEYS),
+            *((name, str(getattr(kv, name))) for name in kv.__struct_fields__ if name != "transport"))  # not made yet
+
+
+def check_handshakes(vllm_config: VllmConfig, handshakes: Mapping[tuple[int, int], RankHandshake]) -> None:
+    """Every rank must have a KV cache and our connector, and those on other nodes what this node has. Raises
+    ConfigError."""
+    parallel = vllm_config.parallel_config
+    tp = parallel.tensor_parallel_size
+    expected = list(itertools.product(range(parallel.pipeline_parallel_size), range(tp)))
+    missing = [rank for rank in expected if rank not in handshakes]
+    if missing or len(handshakes) != len(expected):
+        nodes = sorted({(stage * tp + rank) // parallel.local_world_size for stage, rank in missing} - {0})
+        if nodes and parallel.nnodes_within_dp > 1:
+            raise ConfigError("kv_transfer_config", None, "write the same --kv-transfer-config on the command line of "
+                              f"each node, and install the plugin there: the ranks of node {nodes[0]} lack it")
+        raise ConfigError("tensor_parallel_size", tp, f"only the ranks {sorted(handshakes)} have a KV cache")
+    for rank in handshakes.values():
+        if rank.remote is None:
+            continue
+        cache = msgspec.msgpack.decode(rank.cache, type=CacheDescription)
+        theirs = dict(rank.same)
+        for name, ours in node_settings(vllm_config, cache, rank.engine, rank.kv_dtype):
+            if theirs.get(name) != ours:
+                raise ConfigError(name, theirs.get(name), f"node {rank.node} has that, and node 0 has {ours}: start "
+                                  "all nodes with the same")

@@ -31,6 +31,9 @@ VARIABLE = "UCX_NET_DEVICES"
 BRIDGES = "UCX_TCP_BRIDGE_ENABLE"
 FAMILY = "UCX_TCP_AF_PRIO"
 PORTS = "UCX_TCP_PORT_RANGE"
+TRANSPORTS = "UCX_TLS"
+MACHINE_WAYS = ("sm", "cuda_ipc", "rocm_ipc", "ze_ipc")  # of UCX, for processes of one machine
+MACHINE_NAMES = ("all", "shm", "mm", "posix", "sysv", "xpmem", "cma", "knem", "cuda", "rocm", "ze")  # parts, and more
 SYSTEM = Path("/sys/class")
 CURE = f"or set {VARIABLE} to the devices that UCX shall use"
 _lock = threading.Lock()  # variables belong to the process
@@ -68,6 +71,26 @@ def check_variables(system: Path = SYSTEM) -> None:
     found = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", ports)
     if ports and not (found and int(found[1]) <= int(found[2] or found[1]) <= 65535):
         raise ConfigError(PORTS, ports, "there is no such port: write the first and the last one, like 30000-30999")
+
+
+def check_network_only() -> None:
+    """Raises ConfigError where an operator has given UCX a way that exists on one machine only (`only_network`)."""
+    given = os.environ.get(TRANSPORTS, "")
+    ways = set() if given.startswith("^") else {one.strip().partition(":")[0] for one in given.split(",")}
+    if found := sorted(ways & {*MACHINE_WAYS, *MACHINE_NAMES}):
+        raise ConfigError(TRANSPORTS, given, f"take {', '.join(found)} out of it, or unset it: the ranks of an engine "
+                          "on several nodes must reach engines of their machine by network, like others")
+
+
+def only_network() -> None:
+    """From now on the agents of this process reach others of this machine by network, too, and are reached in no other
+    way: what one of them writes or reads ends with either agent, as between machines (`protocol.generations`). Raises
+    ConfigError."""
+    check_network_only()
+    given = os.environ.get(TRANSPORTS, "")
+    if not given or given.startswith("^"):  # else it names what may be used
+        left_out = dict.fromkeys([*filter(None, given.removeprefix("^").split(",")), *MACHINE_WAYS])
+        os.environ[TRANSPORTS] = f"^{','.join(left_out)}"
 
 
 def find_down() -> list[str]:

@@ -22,7 +22,8 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -175,11 +176,20 @@ class GatheredRenewals:
         return GenerationMade(name, RanksMetadata([known[rank].metadata for rank in sorted(known)]).encode())
 
 
-class RankConnections:
-    """The engine's ends of the connections to its ranks, by rank. This object owns them."""
+def _no_loss(what: str) -> None:
+    """Nobody is on another host."""
 
-    def __init__(self, connections: dict[int, PacketSocket]) -> None:
+
+class RankConnections:
+    """The engine's ends of the connections to its ranks, by rank. This object owns them. `elsewhere` are the names of
+    those whose end the executor does not see; `lost` is called with what has happened to one of these, in the thread
+    that finds it, and must not block."""
+
+    def __init__(self, connections: dict[int, PacketSocket], elsewhere: Mapping[int, str] = MappingProxyType({}),
+                 lost: Callable[[str], None] = _no_loss) -> None:
         self._connections = dict(connections)
+        self._elsewhere = elsewhere
+        self._lost = lost
 
     def filenos(self) -> list[int]:
         """Their file descriptors. Another thread may close one of them meanwhile."""
@@ -253,6 +263,8 @@ class RankConnections:
         else:
             logger.error("rank %d is gone (%s): its open writes never end for this engine", rank, error)
         connection.close()
+        if rank in self._elsewhere:
+            self._lost(f"{self._elsewhere[rank]} {'has closed' if connection.farewell else 'is gone'} ({error})")
 
 
 class GatheredTransfer:
@@ -324,12 +336,16 @@ class GatheredTransfer:
 
 class RankTransfers:
     """Has the interface of `TransferWorker`, for a V1 engine, none of whose ranks has its transfers in this process.
-    `connections` are the sockets to all ranks, by rank. This object owns them."""
+    `connections` are the sockets to all ranks, by rank. This object owns them, and `guardian`, that to the guardian of
+    the ranks on other nodes. For `elsewhere` and `lost` see RankConnections; the guardian's number is that after the
+    last rank's."""
 
     moving, youngest_s = False, 0.0  # the ranks' threads poll
 
-    def __init__(self, connections: dict[int, PacketSocket]) -> None:
-        self._ranks = RankConnections(connections)
+    def __init__(self, connections: dict[int, PacketSocket], guardian: PacketSocket | None = None,
+                 elsewhere: Mapping[int, str] = MappingProxyType({}), lost: Callable[[str], None] = _no_loss) -> None:
+        others = {} if guardian is None else {len(connections): guardian}
+        self._ranks = RankConnections(connections | others, elsewhere, lost)
         self._ends = GatheredEnds(len(connections))
         self._renewals = GatheredRenewals(len(connections))
         self._open: set[str] = set()

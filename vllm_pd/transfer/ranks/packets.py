@@ -9,7 +9,9 @@ dropped; it never ends the connection.
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
+import os
 import select
 import socket
 import struct
@@ -44,8 +46,12 @@ class PacketSocket:
         self.dropped = 0
 
     def fileno(self) -> int:
-        """What to poll for reading."""
+        """The connection's."""
         return self._connection.fileno()
+
+    def filenos(self) -> list[int]:
+        """What to poll for reading."""
+        return [self.fileno()]
 
     def send(self, message: bytes) -> bool:
         """Send a message, now or in `flush`. False if some of it could not be sent yet. Raises ControlError if too much
@@ -115,6 +121,14 @@ class PacketSocket:
                 pass
         except OSError:
             return
+
+    def release(self, ended: bool) -> None:
+        """Say farewell and close the connection, and the held files if no more bytes can land (`ended`)."""
+        while ended and self.held:  # if not ended, only the end of this process may close them
+            os.close(self.held.pop())
+        with contextlib.suppress(OSError):  # the other end is gone
+            self.send_farewell()
+        self.close()
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

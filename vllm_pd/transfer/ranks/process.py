@@ -30,6 +30,7 @@ from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.heap import freeze_heap
 from vllm_pd.transfer.ranks.gather import RankListener, connect, encode_progress
 from vllm_pd.transfer.ranks.packets import PacketSocket
+from vllm_pd.transfer.ranks.remote import ENGINE, RankAddress, RankPort, connect_to
 from vllm_pd.transfer.requests import Look, TransferProgress, TransferRequest
 from vllm_pd.transfer.thread import Transfers, TransferThread, no_context
 
@@ -93,8 +94,8 @@ class RankThread:
         return not self._unsent and self._connection.flush()
 
     def filenos(self) -> list[int]:
-        """The connection to the engine."""
-        return [self._connection.fileno()]
+        """Of the connection to the engine."""
+        return self._connection.filenos()
 
     def receive(self) -> bool:
         """Receive requests of the engine. Returns False after its farewell. Ends this process if the engine is gone."""
@@ -122,27 +123,25 @@ class RankThread:
 
     def released(self, ended: bool) -> None:
         """Say farewell and close the connection, and the held files if no more bytes can land."""
-        while ended and self._connection.held:  # if not ended, only the end of this process may close them
-            os.close(self._connection.held.pop())
-        with contextlib.suppress(OSError):  # the engine is gone
-            self._connection.send_farewell()
-        self._connection.close()
+        self._connection.release(ended)
 
 
 class RankServer:
     """A rank of V1 until its engine connects, and its `RankThread` afterwards.
 
     `make` makes the transfers and returns them with the metadata of their transport; it is called in a thread that has
-    called `enter`. `pids` are the processes that may be the engine's; one of them may be this process. `address` is
+    called `enter`. `pids` are the processes that may be the engine's; one of them may be this process. `port` is for a
+    rank on another node than its engine, where processes can't be told by their ids; this object owns it. `address` is
     where the engine connects.
     """
 
     def __init__(self, make: Callable[[AttachRank], tuple[Transfers, bytes]], pids: Collection[int],
-                 enter: Callable[[], None] = no_context) -> None:
+                 enter: Callable[[], None] = no_context, port: RankPort | None = None) -> None:
         self._make = make
         self._pids = pids
         self._enter = enter
-        self._listener = RankListener()
+        self._is_elsewhere = port is not None
+        self._listener = port or RankListener()
         self._rank: RankThread | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._main, name="vllm-pd-attach", daemon=True)
@@ -166,6 +165,7 @@ class RankServer:
         ends, as the `RankThread` has its own. Where `close` was called meanwhile, it closes what it has made."""
         connection = self._accept()
         if connection is None:
+            self._end_elsewhere("no engine has connected")
             return
         try:
             self._attach(connection)
@@ -173,10 +173,17 @@ class RankServer:
             logger.exception("the engine can't attach to this rank")
             with contextlib.suppress(OSError):  # the engine is gone
                 connection.send(msgspec.msgpack.encode(RankReady(error=str(error)[:MAX_ERROR_CHARS])))
-            connection.close()
+            connection.release(ended=True)
+            self._end_elsewhere("the engine can't attach to it")
         else:
             if self._closing:
                 self._rank.close()
+
+    def _end_elsewhere(self, why: str) -> None:
+        """End this process if it is on another node than its engine, where nobody else would, unless it is closing."""
+        if self._is_elsewhere and not self._closing:
+            logger.error("this rank ends: %s", why)
+            os._exit(1)
 
     def _accept(self) -> PacketSocket | None:
         """The engine's connection; None if there is none before `close`."""
@@ -199,10 +206,10 @@ class RankServer:
         self._rank = RankThread(transfer, connection, self._enter, connection.pid != os.getpid())
 
 
-def connect_ranks(ranks: Mapping[int, tuple[int, bytes]], order: AttachRank,
+def connect_ranks(ranks: Mapping[int, tuple[int, bytes | RankAddress]], order: AttachRank,
                   timeout_s: float = ATTACH_S) -> tuple[dict[int, PacketSocket], list[bytes]]:
     """Connect an engine to its ranks and have them make their transports. `ranks`: process id and `RankServer.address`,
-    by rank.
+    by rank; the process id is 0 for a rank on another node.
 
     Returns the connections by rank, which the caller owns, and the metadata of the ranks' transports in order. Raises
     ControlError if a rank does not answer in time, or can't make its transport.
@@ -212,7 +219,8 @@ def connect_ranks(ranks: Mapping[int, tuple[int, bytes]], order: AttachRank,
     try:
         for rank, (pid, address) in sorted(ranks.items()):
             try:
-                connections[rank] = connect(address)
+                connections[rank] = (connect(address) if isinstance(address, bytes)
+                                     else connect_to(rank, address, ENGINE))
                 if connections[rank].pid != pid:
                     raise ControlError(f"rank {rank} is process {pid}, but {connections[rank].pid} has its socket")
                 connections[rank].send(msgspec.msgpack.encode(order))

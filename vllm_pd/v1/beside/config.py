@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 OFFLOADING = "OffloadingConnector"
 MODULE = "vllm_pd.v1.beside.activate"  # has a PDConnector, too, which V1 then takes
 KEY = "beside"  # under OWN_KEY
-_LIMITS = {key: (1, f"use 1: {CONNECTOR} beside {OFFLOADING} is tried with tensor-parallel ranks only") for key in (
-    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")}
+_LIMITS = {key: (1, f"use 1: {CONNECTOR} beside {OFFLOADING} is tried with tensor-parallel ranks of one host only")
+           for key in (
+    "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
+    "nnodes")}
 _FEATURES = {
     "speculative_config": f"remove it: drafts were not tried with {CONNECTOR} beside {OFFLOADING}",
     "lora_config": f"remove it: {OFFLOADING} knows adapters by their names only, so their KV can't be told apart",

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefill engine on two machines (`--nnodes 2`), whose second rank is on the other: the answers, and the end of that
+rank in the middle of a write. The decode engine is on a third machine, so it sees the lifeline only."""
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.fleet import Fleet
+from tests.hosts.rack import Rack
+from tests.v1_hosts.test_servers import ANSWER_S, BACK_S, SLOW, Server, prompt
+from tests.verdict import WrongAnswer
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(1800)]
+MASTER_PORT = "29500"
+
+
+class Nodes:
+    """Both nodes of P, D, and what lies between."""
+
+    def __init__(self, rack: Rack) -> None:
+        fleet = Fleet(rack.host("b"))
+        first, second = rack.host("p0"), rack.host("p1")
+        self.d = Server(rack.host("d"), fleet, "kv_consumer")
+        self.p, self.other = (Server(host, fleet, "kv_producer", "--tensor-parallel-size", "2", "--nnodes", "2",
+                                     "--master-addr", first.ip, "--master-port", MASTER_PORT, *flags)
+                              for host, flags in ((first, ("--node-rank", "0")),
+                                                  (second, ("--node-rank", "1", "--headless"))))
+        for server in (self.d, self.p):
+            server.ready()
+
+    def kill_other_rank(self) -> None:
+        self.other.host.run("sh", "-c", "kill -9 $(pgrep -f '^VLLM::Worker_TP1')")
+
+    def has_ended(self) -> bool:
+        """Whether P serves no more, with all its processes."""
+        try:
+            self.p.host.run("pgrep", "--runstates", "R,S,D,T", "-f", "vllm|VLLM|guardian")
+        except subprocess.CalledProcessError:
+            return True
+        return False
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    with Rack(tmp_path_factory.mktemp("rack")) as rack:
+        yield Nodes(rack)
+
+
+def test_b101_an_engine_on_two_nodes(nodes):
+    """Its answers are those of a plain engine, and so is what D makes of its KV. B101."""
+    tokens = prompt()
+    plain, split = nodes.d.complete(tokens, "local"), nodes.p.complete(tokens, "local")
+    if plain != split:
+        raise WrongAnswer(f"{split}, and it should be {plain}")
+    for _ in range(3):
+        tokens, before = prompt(), nodes.d.done()
+        answer = nodes.d.complete(tokens, "remote")
+        right = nodes.p.complete(tokens, "local")
+        if answer != right:
+            raise WrongAnswer(f"{answer}, and it should be {right}")
+        assert nodes.d.done() == before + 1
+
+
+def test_b21_b105_the_rank_on_the_other_node_is_killed_while_it_writes(nodes):
+    """The engine ends, also where vLLM sees nothing; D has its blocks back, and answers. B21, B105."""
+    nodes.other.host.shape("eth0", SLOW)
+    tokens, answers = prompt(), []
+    asking = threading.Thread(target=lambda: answers.append(nodes.d.complete(tokens, "remote")))
+    asking.start()
+    wait_for(lambda: nodes.d.gauges()["decode_granted"] == 1, "P has the prompt", ANSWER_S)
+    time.sleep(1.0)
+    assert not answers, "it is under way"
+    nodes.kill_other_rank()
+    asking.join(ANSWER_S)
+    assert len(answers) == 1 and answers[0] == nodes.d.complete(tokens, "local")
+    wait_for(nodes.has_ended, lambda: nodes.p.said()[-3000:], ANSWER_S)
+    assert "rank 1 on node 1 (tcp://" in nodes.p.said()
+    wait_for(lambda: not any(nodes.d.gauges()[name] for name in ("decode_fenced", "decode_queued", "decode_granted")),
+             lambda: str(nodes.d.gauges()), BACK_S)
