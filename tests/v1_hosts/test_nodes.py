@@ -11,39 +11,47 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hosts.fleet import Fleet
-from tests.hosts.rack import Rack
+from tests.hosts.rack import Host, Rack
 from tests.v1_hosts.test_servers import ANSWER_S, BACK_S, SLOW, Server, prompt
 from tests.verdict import WrongAnswer
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.heavy, pytest.mark.timeout(1800)]
-MASTER_PORT = "29500"
 
 
 class Nodes:
     """Both nodes of P, D, and what lies between."""
 
     def __init__(self, rack: Rack) -> None:
-        fleet = Fleet(rack.host("b"))
-        first, second = rack.host("p0"), rack.host("p1")
-        self.d = Server(rack.host("d"), fleet, "kv_consumer")
-        self.p, self.other = (Server(host, fleet, "kv_producer", "--tensor-parallel-size", "2", "--nnodes", "2",
-                                     "--master-addr", first.ip, "--master-port", MASTER_PORT, *flags)
+        self._fleet = Fleet(rack.host("b"))
+        self._hosts = rack.host("p0"), rack.host("p1")
+        self.d = Server(rack.host("d"), self._fleet, "kv_consumer")
+        self.start_p(29500)
+        self.d.ready()
+
+    def start_p(self, master_port: int) -> None:
+        """Both nodes; returns when P serves."""
+        first, second = self._hosts
+        self.p, self.other = (Server(host, self._fleet, "kv_producer", "--tensor-parallel-size", "2", "--nnodes", "2",
+                                     "--master-addr", first.ip, "--master-port", str(master_port), *flags)
                               for host, flags in ((first, ("--node-rank", "0")),
                                                   (second, ("--node-rank", "1", "--headless"))))
-        for server in (self.d, self.p):
-            server.ready()
+        self.p.ready()
 
     def kill_other_rank(self) -> None:
         self.other.host.run("sh", "-c", "kill -9 $(pgrep -f '^VLLM::Worker_TP1')")
 
     def has_ended(self) -> bool:
-        """Whether P serves no more, with all its processes."""
+        """Whether P serves no more, with all its processes on both nodes."""
+        return not any(self._has_processes(host) for host in self._hosts)
+
+    @staticmethod
+    def _has_processes(host: Host) -> bool:
         try:
-            self.p.host.run("pgrep", "--runstates", "R,S,D,T", "-f", "vllm|VLLM|guardian")
+            host.run("pgrep", "--runstates", "R,S,D,T", "-f", "vllm|VLLM|guardian")
         except subprocess.CalledProcessError:
-            return True
-        return False
+            return False
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +91,13 @@ def test_b21_b105_the_rank_on_the_other_node_is_killed_while_it_writes(nodes):
     assert "rank 1 on node 1 (tcp://" in nodes.p.said()
     wait_for(lambda: not any(nodes.d.gauges()[name] for name in ("decode_fenced", "decode_queued", "decode_granted")),
              lambda: str(nodes.d.gauges()), BACK_S)
+
+
+def test_b43_an_engine_that_is_ended_on_its_first_node_ends_on_the_other(nodes):
+    """B43. A stock one would stay there."""
+    nodes.other.host.unshape("eth0")
+    nodes.start_p(29501)
+    before = nodes.d.done()
+    wait_for(lambda: nodes.d.complete(prompt(), "remote") and nodes.d.done() > before, "P is known", ANSWER_S)
+    nodes.p.host.run("sh", "-c", "kill -TERM $(pgrep -o -f 'vllm serve')")
+    wait_for(nodes.has_ended, lambda: f"{nodes.p.said()[-2000:]}\n{nodes.other.said()[-2000:]}", ANSWER_S)
