@@ -11,7 +11,7 @@ import torch
 
 from tests.fakes.transport import FakeFabric, FakeTransport, Faults
 from vllm_pd.errors import ConfigError, PeerMismatch, TransferError, UnmappableSplit
-from vllm_pd.transfer.layout import MAX_DESCRIPTORS, CacheDescription, WholeRegion, describe_views
+from vllm_pd.transfer.layout import MAX_DESCRIPTORS, MAX_REGIONS, CacheDescription, WholeRegion, describe_views
 from vllm_pd.transfer.plan import (
     by_token,
     descriptor_indices,
@@ -409,3 +409,14 @@ def test_b101_regions_are_gathered_and_scattered(mine, other):
         assert theirs.parts(block) == expected
     with pytest.raises(TransferError, match="outside of this rank's caches"):
         BlockCopier([torch.zeros(8)], [lane.ours for lane in lanes], BLOCKS)
+
+
+def test_b29_a_peer_can_not_claim_regions_without_number():
+    """Each of them costs time in the thread that transfers."""
+    description = Cache().description
+    region = description.whole[0]
+    many = tuple(msgspec.structs.replace(region, address=region.address + number) for number in range(MAX_REGIONS + 1))
+    with pytest.raises(ValueError, match=f"{MAX_REGIONS + 1} regions are more than {MAX_REGIONS}"):
+        msgspec.structs.replace(description, whole=many)
+    said = said_regions([WholeRegion(number, 1, number + 1, number + 1) for number in range(1000)])
+    assert len(said) < 120 and ", ... (" in said

@@ -90,7 +90,8 @@ def plain(folder) -> VllmConfig:
 @pytest.fixture
 def ranks(plain, monkeypatch):
     """Makes registered ranks; closes them."""
-    monkeypatch.setattr(v1_worker, "engine_name", lambda config, layers: f"vllm 0.32 SPARSE of {len(layers)}")
+    monkeypatch.setattr(v1_worker, "engine_name", lambda config, layers: "vllm 0.32 " + (
+        "INDEXER" if any("indexer" in layer for layer in layers) else f"SPARSE of {len(layers)}"))
     made = []
 
     def make(specs: dict[str, KVCacheSpec], order: str = "LBNHC", tp_rank: int = 0, ranks: int = 1, stage: int = 0,
@@ -195,8 +196,21 @@ def test_b42_the_fingerprint_tells_engines_with_other_regions_apart(ranks):
         assert member.fingerprint.kv_dtype == "fp8_ds_mla"
     assert seen["none"].engine == "vllm 0.32 SPARSE of 4"
     assert seen["four"].engine.startswith("vllm 0.32 SPARSE of 4, beside KV 4 x 8448 bytes (")
+    assert seen["four"].engine.endswith(") by vllm 0.32 INDEXER in float8_e4m3fn")
     assert len({one.engine for one in seen.values()}) == 5
     assert seen["four"].first_difference(seen["two"]) == ("engine", seen["four"].engine, seen["two"].engine)
+
+
+def test_b101_keys_of_another_type_are_another_engine_s(ranks, monkeypatch):
+    """Their size says nothing: on some machines the same bytes are other numbers."""
+    seen = []
+    for name in ("float8_e4m3fn", "float8_e4m3fnuz"):
+        monkeypatch.setattr(v1_worker, "index_type", lambda name=name: name)
+        worker, _, config = ranks(layers_of())
+        member, _, transfer = attach(config, worker.handshake())
+        transfer.close()
+        seen.append(member.fingerprint)
+    assert seen[0].first_difference(seen[1])[0] == "engine"
 
 
 def test_b101_stages_have_the_regions_of_their_layers(ranks):

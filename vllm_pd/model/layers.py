@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
 INDEX_KEY = "index_topk"  # of a model whose layers have an index of all tokens, from which they choose some
-MLA_DTYPES = CACHE_DTYPES | {"fp8_ds_mla"}  # of which a token is 656 bytes
+FP8_DS_MLA = "fp8_ds_mla"  # a token is 656 bytes
+MLA_DTYPES = CACHE_DTYPES | {FP8_DS_MLA}
 WITH_DRAFTS = frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})  # kinds of states whose place beside drafts is known
 ONE_SHAPE = "serve a model whose layers all have KV of one shape: "
 _OTHER_STATE = {

@@ -22,7 +22,7 @@ LEAST = 1e-3  # of a speed or a link
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 WINDOWS = ("full_attention", "sliding_attention")  # counted alike: of a window layer V1 keeps less, so this is too much
 OTHER_SHAPES = ("hybrid_override_pattern", "attn_layer_period", "attn_type_list", "multi_query", "block_configs",
-                "layers_block_type", "linear_attn_config", "full_attention_interval")
+                "layers_block_type", "linear_attn_config", "full_attention_interval", "index_topk")
 
 
 @dataclass(frozen=True)

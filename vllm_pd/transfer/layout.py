@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
 KEY, VALUE = 0, 1
+MAX_REGIONS = 4096  # of a rank: a layer has one, at most
 MAX_DESCRIPTORS = 2**31 - 1  # a descriptor's index is an int32
 
 
@@ -125,6 +126,8 @@ class CacheDescription(msgspec.Struct, frozen=True):
         if len(self.planes) != parts and (len(self.planes) != parts * self.kv_heads
                                           or self.layout is not Layout.KV_HEADS_FIRST):
             raise ValueError(f"{self.layers} layers need {parts} planes, not {len(self.planes)}")
+        if len(self.whole) > MAX_REGIONS:
+            raise ValueError(f"{len(self.whole)} regions are more than {MAX_REGIONS}")
         if (len(self.planes) + len(self.whole)) * self.num_blocks > MAX_DESCRIPTORS:
             raise ValueError(f"{self.num_blocks} blocks of {self.layers} layers are more than can be addressed")
         if self.block_bytes % (self.block_size * self.plane_heads * self.head_size):

@@ -24,6 +24,8 @@ import numpy as np
 from vllm_pd.errors import PeerMismatch, UnmappableSplit
 from vllm_pd.transfer.layout import CacheDescription, WholeRegion
 
+MAX_SAID = 4  # different sizes of regions in a message: a peer says what they are
+
 
 class Run(NamedTuple):
     """One contiguous run of `bytes` in each block of a cache: `address` in block 0, `stride_bytes` further in each next
@@ -191,7 +193,8 @@ def said_regions(regions: Sequence[WholeRegion]) -> str:
     """How many regions of how many bytes these are, and a digest of what is of which layer. "" for none."""
     sizes = Counter(region.block_bytes for region in regions)
     digest = hashlib.sha256(repr([(region.layer, region.block_bytes) for region in regions]).encode()).hexdigest()[:8]
-    return f"{', '.join(f'{sizes[size]} x {size} bytes' for size in sorted(sizes))} ({digest})" if sizes else ""
+    said = [f"{sizes[size]} x {size} bytes" for size in sorted(sizes)]
+    return f"{', '.join([*said[:MAX_SAID], *(['...'] if len(said) > MAX_SAID else [])])} ({digest})" if said else ""
 
 
 def overlap(one: range, other: range) -> range:

@@ -81,6 +81,13 @@ def engine_name(config: VllmConfig, layers: Collection[str]) -> str:
     return " ".join(["vllm", release, *backends, *([_instruction_set(config)] if current_platform.is_cpu() else [])])
 
 
+def index_type() -> str:
+    """In which type this platform keeps the keys of an index, whatever that of the KV is."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.fp8_dtype()).removeprefix("torch.")
+
+
 def _instruction_set(config: VllmConfig) -> str:
     """By which instructions the CPU backend chooses the order inside a block."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

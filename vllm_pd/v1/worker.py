@@ -38,6 +38,7 @@ from vllm_pd.errors import ConfigError
 from vllm_pd.extras import PLUGIN, version_of
 from vllm_pd.model.checks import stage_layers
 from vllm_pd.model.drafter import keeps_kv
+from vllm_pd.model.layers import FP8_DS_MLA
 from vllm_pd.peer.liveness.guardian import start_guardian
 from vllm_pd.peer.liveness.lifeline import Lifeline
 from vllm_pd.peer.liveness.process import local_member, parent_pid, this_process
@@ -60,7 +61,7 @@ from vllm_pd.transfer.transport import RanksMetadata, rank_name
 from vllm_pd.transfer.whole import regions_beside
 from vllm_pd.transfer.worker import TransferWorker
 from vllm_pd.v1.cpu_adapters import leave_base_tokens
-from vllm_pd.v1.fingerprint import engine_name, fingerprint, total_kv_heads
+from vllm_pd.v1.fingerprint import engine_name, fingerprint, index_type, total_kv_heads
 from vllm_pd.v1.settings import read_settings
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     cache: bytes  # its CacheDescription, in msgpack
     engine: str  # Fingerprint.engine, without what is beside the KV
     kv_dtype: str = ""  # of the cache, as the model's layers have chosen it
+    index: str = ""  # who has written what is beside the KV, and in which type; "" where nothing is
     node: int = 0
     remote: RankAddress | None = None  # where it is, on another node than EngineCore's
     same: tuple[tuple[str, str], ...] = ()  # there: what must be as it is on EngineCore's node, by name
@@ -115,14 +117,19 @@ class RankWorker:
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
         states = {name: cache for name, cache in kv_caches.items() if name in self._state_layers}
         beside = {name: cache for name, cache in kv_caches.items() if name in self._index_layers}
-        views = distinct_caches({name: cache for name, cache in kv_caches.items() if name not in states | beside})
+        views = distinct_caches({name: cache for name, cache in kv_caches.items()
+                                 if not (name in states or name in beside)})
         description = self._describe(list(views.values()), stage)  # what is wrong with KV is said first
         all_views = [*views.values(), *views_of_states(states, views)]
         if len(all_views) > len(views):
             description = self._describe(all_views, stage)
         if beside:
-            description = msgspec.structs.replace(description,
-                                                  whole=regions_beside(beside, views, description.first_layer))
+            regions = regions_beside(beside, views, description.first_layer)
+            try:
+                description = msgspec.structs.replace(description, whole=regions)
+            except ValueError as error:
+                raise ConfigError("kv_cache", f"{len(regions)} caches beside the KV", f"{error}: such a layout is not "
+                                  "transferred; set VLLM_KV_CACHE_LAYOUT to LBHNC or BLHNC") from error
             all_views += beside.values()
         enter = leave_model_cores
         if description.memory is Memory.VRAM:
@@ -132,14 +139,14 @@ class RankWorker:
         self._steps = ComputedSteps(self._device)
         node, port, same = self._config.parallel_config.node_rank_within_dp, None, ()
         engine = engine_name(self._config, views)
+        index = f"{engine_name(self._config, beside)} in {index_type()}" if beside else ""
         if node:
-            port = self._listen()
-            same = node_settings(self._config, description, engine, self._config.cache_config.cache_dtype)
+            port, same = self._listen(), node_settings(self._config, description, engine)
         self._server = RankServer(lambda order: self._attach(order, all_views, description),
                                   {os.getpid(), parent_pid()}, enter, port)
         self._handshake = RankHandshake(
             msgspec.structs.astuple(this_process()), b"" if node else self._server.address,
-            msgspec.msgpack.encode(description), engine, self._config.cache_config.cache_dtype, node,
+            msgspec.msgpack.encode(description), engine, self._config.cache_config.cache_dtype, index, node,
             port.address if node else None, same)
 
     def handshake(self) -> RankHandshake | None:
@@ -249,9 +256,13 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
         raise ConfigError("kv_cache_dtype", sorted({rank.kv_dtype for rank in ranks}), "all ranks must have the same")
     stages = [msgspec.msgpack.decode(rank.cache, type=CacheDescription) for rank in ranks[::tp]]
     beside = said_regions([region for stage in stages for region in stage.whole])
-    engine = f"{ranks[0].engine}, beside KV {beside}" if beside else ranks[0].engine
+    indexes = sorted({rank.index for rank in ranks if rank.index})
+    if len(indexes) > 1:
+        raise ConfigError("attention backend", indexes, "the indexes of all ranks must have the same")
+    engine = f"{ranks[0].engine}, beside KV {beside} by {indexes[0]}" if beside else ranks[0].engine
     member = local_member(role, msgspec.structs.replace(
-        fingerprint(vllm_config, stages[0], engine, windows, states, ranks[0].kv_dtype),
+        fingerprint(vllm_config, stages[0], engine, windows, states,
+                    ranks[0].kv_dtype if ranks[0].kv_dtype == FP8_DS_MLA else ""),
         layers=sum(stage.layers for stage in stages), transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     remote = {number: rank.remote for number, rank in enumerate(ranks) if rank.remote is not None}
@@ -282,17 +293,17 @@ def own_settings(vllm_config: VllmConfig) -> PDConfig:
     return PDConfig.parse(settings.kv_role, settings.extra)
 
 
-def node_settings(vllm_config: VllmConfig, cache: CacheDescription, engine: str,
-                  kv_dtype: str) -> tuple[tuple[str, str], ...]:
+def node_settings(vllm_config: VllmConfig, cache: CacheDescription, engine: str) -> tuple[tuple[str, str], ...]:
     """What must be the same on all nodes of an engine, by name: releases, our settings without those of a host, and
     what a rank's KV is, as far as it follows from the command line."""
     import vllm
     ours = own_settings(vllm_config)
-    kv = fingerprint(vllm_config, cache, engine, kv_dtype=kv_dtype)
+    kv = fingerprint(vllm_config, cache, engine)
     return (("vllm", vllm.__version__), *((name, str(version_of(name))) for name in ("vllm-pd", PLUGIN)),
             ("kv_role", ours.role.value),
             *((key.name, repr(getattr(ours, key.name))) for key in PDConfig.settings() if key.name not in NODE_KEYS),
-            *((name, str(getattr(kv, name))) for name in kv.__struct_fields__ if name != "transport"))  # not made yet
+            *((name, str(getattr(kv, name))) for name in kv.__struct_fields__
+              if name not in ("transport", "kv_dtype")))  # not made yet; the model's layers may choose it
 
 
 def check_handshakes(vllm_config: VllmConfig, handshakes: Mapping[tuple[int, int], RankHandshake]) -> None:
@@ -313,7 +324,7 @@ def check_handshakes(vllm_config: VllmConfig, handshakes: Mapping[tuple[int, int
             continue
         cache = msgspec.msgpack.decode(rank.cache, type=CacheDescription)
         theirs = dict(rank.same)
-        for name, ours in node_settings(vllm_config, cache, rank.engine, rank.kv_dtype):
+        for name, ours in node_settings(vllm_config, cache, rank.engine):
             if theirs.get(name) != ours:
                 raise ConfigError(name, theirs.get(name), f"node {rank.node} has that, and node 0 has {ours}: start "
                                   "all nodes with the same")
