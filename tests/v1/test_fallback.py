@@ -490,8 +490,7 @@ def test_a_loop_that_sleeps_sees_that_a_peer_has_come(model_folder):
     loop.engine.protocol.peers = 0
     loop.add("a", prompt(100))
     loop.wait(lambda: waiting(loop.engine))
-    loop.wait(loop.sleeps)
-    assert slept(loop)
+    loop.wait(lambda: slept(loop))
     loop.engine.protocol.peers = 1
     loop.wait(lambda: loop.engine.protocol.jobs)
     loop.engine.prefilled("a")
