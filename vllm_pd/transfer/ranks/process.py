@@ -131,7 +131,7 @@ class RankServer:
 
     `make` makes the transfers and returns them with the metadata of their transport; it is called in a thread that has
     called `enter`. `pids` are the processes that may be the engine's; one of them may be this process. `port` is for a
-    rank on another node than its engine, where processes can't be told by their ids; this object owns it. `address` is
+    rank on another node than its engine, where no process is known by its id; this object owns it. `address` is
     where the engine connects.
     """
 
