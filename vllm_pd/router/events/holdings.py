@@ -8,8 +8,8 @@ several groups, for example one with full attention and some with a sliding wind
 reaches back. A group is partial where its engine says so (`reach_of`), and a whole group is known. A block is in the
 index while all whole groups hold it. At the first event of a second whole group everything in the index is forgotten.
 A block is marked with a reach while all partial groups with this reach hold it. Such a mark may come before the block,
-because an engine reports its groups in any order. It ends with the block: an engine that computes the block again stores
-it in all groups.
+because an engine reports its groups in any order. It ends with the block: an engine that computes the block again
+stores it in all groups.
 """
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
