@@ -26,7 +26,7 @@ from vllm_pd.rpc.ports import take_free
 MOST_BYTES = 200_000_000  # of a router's environment, pip included
 MOST_IMAGE_BYTES = 250_000_000  # of what its image installs, the same
 ROUTER_IMAGE = project.ROOT / "deploy" / "containers" / "router.Containerfile"
-PYTHONS = ("3.12", pytest.param("3.13", marks=pytest.mark.heavy))  # besides the one that runs the tests
+PYTHONS = ("3.12", "3.13")  # besides the one that runs the tests
 # `vllm` brings or needs the next three; gRPC and `envoy` are the picker's
 ABSENT = {"vllm", "torch", "numpy", "opentelemetry", "nats", "starlette", "grpc", "envoy"}
 MODEL = Path(os.environ["VLLM_PD_MODEL"])
@@ -265,6 +265,7 @@ def find_python(version: str) -> str | None:
     return None
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("version", PYTHONS)
 def test_each_module_can_be_imported_by_each_python_that_is_named(tmp_path, wheel, version):
     """But for those that need a vLLM, or another extra than the router's."""
