@@ -350,7 +350,7 @@ def test_b81_a_proof_of_one_is_none_of_the_other(rank):
 @pytest.mark.parametrize("answer", [lambda said: bytes(remote.PROOF_BYTES), lambda said: said[-remote.PROOF_BYTES:],
                                     lambda said: b""], ids=["guess", "echo", "nothing"])
 def test_b81_a_rank_that_does_not_know_its_secret_is_no_rank(answer):
-    """B81: whoever has taken the port of a rank that has ended."""
+    """B81: another program has the port of a rank that has ended."""
     with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(1) as threads:
         address = RankAddress(f"tcp://{HOST}:{listener.getsockname()[1]}", "", "", b"s" * 32)
 

@@ -260,9 +260,9 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     if len(indexes) > 1:
         raise ConfigError("attention backend", indexes, "the indexes of all ranks must have the same")
     engine = f"{ranks[0].engine}, beside KV {beside} by {indexes[0]}" if beside else ranks[0].engine
+    chosen = FP8_DS_MLA if ranks[0].kv_dtype == FP8_DS_MLA else ""  # only this one makes blocks of another size
     member = local_member(role, msgspec.structs.replace(
-        fingerprint(vllm_config, stages[0], engine, windows, states,
-                    ranks[0].kv_dtype if ranks[0].kv_dtype == FP8_DS_MLA else ""),
+        fingerprint(vllm_config, stages[0], engine, windows, states, chosen),
         layers=sum(stage.layers for stage in stages), transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     remote = {number: rank.remote for number, rank in enumerate(ranks) if rank.remote is not None}
@@ -302,8 +302,8 @@ def node_settings(vllm_config: VllmConfig, cache: CacheDescription, engine: str)
     return (("vllm", vllm.__version__), *((name, str(version_of(name))) for name in ("vllm-pd", PLUGIN)),
             ("kv_role", ours.role.value),
             *((key.name, repr(getattr(ours, key.name))) for key in PDConfig.settings() if key.name not in NODE_KEYS),
-            *((name, str(getattr(kv, name))) for name in kv.__struct_fields__
-              if name not in ("transport", "kv_dtype")))  # not made yet; the model's layers may choose it
+            # The transport is not made yet, and the type of the cache is compared by what the ranks have.
+            *((name, str(getattr(kv, name))) for name in kv.__struct_fields__ if name not in ("transport", "kv_dtype")))
 
 
 def check_handshakes(vllm_config: VllmConfig, handshakes: Mapping[tuple[int, int], RankHandshake]) -> None:

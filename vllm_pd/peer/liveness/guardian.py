@@ -49,20 +49,6 @@ START_S = 180.0  # how long the guardian may take in all: a crowded machine need
 LOOK_S = 0.1  # the longest pause between two looks while a rank is being probed
 
 
-class GuardedRank(msgspec.Struct, frozen=True, array_like=True):
-    """A `RankAddress` in a message."""
-    rank: int
-    url: str
-    lifeline: str
-    name: str
-    secret: bytes
-
-    @property
-    def address(self) -> RankAddress:
-        """The same as the rank has sent it."""
-        return RankAddress(self.url, self.lifeline, self.name, self.secret)
-
-
 class GuardianReady(msgspec.Struct, frozen=True, array_like=True):
     """The guardian's only message: which process it is, or why it can't guard."""
     process: Process = Process(0, 0)
@@ -152,9 +138,9 @@ class Guardian:
             if self._engine is None or time.monotonic() > deadline_s:
                 raise ControlError("EngineCore has said nothing")
             self._engine.wait(1.0)
-        ranks = msgspec.msgpack.decode(messages[0], type=list[GuardedRank])
-        watch = RankWatch({one.rank: connect_to(one.rank, one.address, GUARDIAN) for one in ranks},
-                          {one.rank: (one.name, one.lifeline) for one in ranks})
+        ranks = msgspec.msgpack.decode(messages[0], type=dict[int, RankAddress])
+        watch = RankWatch({rank: connect_to(rank, one, GUARDIAN) for rank, one in ranks.items()},
+                          {rank: (one.name, one.lifeline) for rank, one in ranks.items()})
         deadline_s = time.monotonic() + GREET_S
         watch.look(time.monotonic())
         while unheard := watch.unheard():
@@ -198,8 +184,7 @@ def start_guardian(ranks: Mapping[int, RankAddress]) -> tuple[PacketSocket, Proc
             program = [sys.executable, "-m", __name__, str(theirs.fileno()), *(one.url for one in ranks.values())]
             begun = subprocess.Popen(program, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL,
                                      stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        guardian.send(msgspec.msgpack.encode([
-            GuardedRank(rank, one.url, one.lifeline, one.name, one.secret) for rank, one in ranks.items()]))
+        guardian.send(msgspec.msgpack.encode(dict(ranks)))
         ready = _await_ready(guardian)
         begun.wait(START_S)  # its child is the guardian
     except (OSError, subprocess.SubprocessError) as error:

@@ -68,7 +68,7 @@ class Greeter(Protocol):
 @dataclass(frozen=True)
 class RankAddress:
     """Where a rank on another node is, and what proves to it that we may connect. Plain values: the executor pickles
-    it."""
+    it, and the guardian gets it in msgpack."""
     url: str  # of its `RankPort`
     lifeline: str  # the URL of its lifeline
     name: str  # by which that greets
