@@ -56,10 +56,9 @@ def test_b101_what_moves_as_whole_bytes_where_it_does(cache_dtype, index_topk):
 @pytest.mark.parametrize("config, words", [
     (v1(use_mla=False, index_topk=2048), "index_topk=2048.*beside MLA"),
     (v1(index_topk=2048, index_kpool=4), "index_kpool=4"),
-    (v1(index_topk=2048, compress_ratios=[1, 4]), "compress_ratios"),
     (v1("nvfp4_ds_mla", index_topk=2048), "kv_cache_dtype='nvfp4_ds_mla'.*'fp8_ds_mla'"),
     (v1("fp8_ds_mla", use_mla=False), "kv_cache_dtype='fp8_ds_mla'.*'fp8_e5m2'"),
-], ids=["no MLA", "pooled keys", "compressed", "another type", "the type without MLA"])
+], ids=["no MLA", "pooled keys", "another type", "the type without MLA"])
 def test_b101_b80_bytes_that_are_refused(config, words):
     with pytest.raises(ConfigError, match=words):
         check_layers(config, with_bytes=True)
@@ -84,3 +83,24 @@ def test_b101_layers_that_are_configured_one_by_one(made):
     check_layers(blocks(four, none, {**eight, "no_op": True}, four, None))
     with pytest.raises(ConfigError, match=r"block_configs='n_heads_in_group \[4, 8\]'.*one shape"):
         check_layers(blocks(four, none, eight))
+
+
+def test_b101_compressed_attention_is_refused_on_v0():
+    config = v1(index_topk=2048, compress_ratios=[1, 4])
+    check_layers(config, with_bytes=True)
+    with pytest.raises(ConfigError, match="compress_ratios=.*use V1"):
+        check_layers(config)
+
+
+@pytest.mark.parametrize("order, is_cpu, fits", [("BLHNC", True, True), ("LBHNC", False, False), (None, True, False),
+                                                 (None, False, True)])
+def test_b101_layers_of_several_shapes_where_all_are_in_each_block(monkeypatch, order, is_cpu, fits):
+    """By what is asked for: on a CPU vLLM has no such order unless a backend of one's own has."""
+    monkeypatch.setattr("vllm.envs.VLLM_KV_CACHE_LAYOUT", order)
+    monkeypatch.setattr("vllm.platforms.current_platform", namespace(is_cpu=lambda: is_cpu))
+    config = v1(use_mla=False, swa_head_dim=64, head_dim=32)
+    if fits:
+        check_layers(config, with_bytes=True)
+        return
+    with pytest.raises(ConfigError, match="swa_head_dim=64.*one shape.*BLHNC"):
+        check_layers(config, with_bytes=True)

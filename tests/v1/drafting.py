@@ -27,6 +27,7 @@ from vllm_pd.transfer.requests import Read, Write
 TOKENS = 3  # that are drafted at a time
 NOT_YET = -1  # V1's own placeholder: of a draft that the workers know, or of none
 WRONG = VOCAB - 1
+ENTRIES = 1024  # in a block: the drafter's come after those of any group
 GARBAGE = -2
 
 
@@ -172,7 +173,7 @@ class DraftingEngine(Engine):
     # The drafter's memory.
 
     def _slot(self, block_ids: list[int], at: int) -> tuple[int, int]:
-        return block_ids[at // self.block_size], self.block_size + at % self.block_size
+        return block_ids[at // self.block_size], ENTRIES + at % self.block_size
 
     def _drafters_table(self, tables: list) -> list[int]:
         """The one whose blocks the drafter's layers use."""

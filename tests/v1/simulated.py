@@ -410,12 +410,13 @@ class Engine:
         self.config.cache_config.num_gpu_blocks = blocks
         self.config.scheduler_config.async_scheduling = in_flight > STAGES  # the CPU platform switches it off
         self.config.parallel_config.pipeline_parallel_size = STAGES  # its own check wants as many devices
+        self.config.cache_config.kv_cache_layout = "BLHNC"
         init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(self.scheduler_block_size(), sha256)
+        self.hasher = get_request_block_hasher(self.hash_block_size(), sha256)
         self.scheduler = scheduler_module.make_scheduler(
             vllm_config=self.config, kv_cache_config=KVCacheConfig(blocks, [], self.make_groups()),
             structured_output_manager=StructuredOutputManager(self.config), block_size=self.scheduler_block_size(),
-            hash_block_size=self.scheduler_block_size(), log_stats=True)
+            hash_block_size=self.hash_block_size(), log_stats=True)
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
         self.free_at_start = self.pool.get_num_free_blocks()
@@ -459,6 +460,10 @@ class Engine:
     def scheduler_block_size(self) -> int:
         """Of all groups together, in tokens."""
         return self.block_size
+
+    def hash_block_size(self) -> int:
+        """By how many tokens prompts are named."""
+        return self.scheduler_block_size()
 
     def shape(self) -> dict[str, Any]:
         """Of the KV of each layer."""

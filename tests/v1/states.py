@@ -22,6 +22,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
+from tests.v1.drafting import ENTRIES
 from tests.v1.simulated import BLOCK_SIZE, WrongRead, WrongWrite
 from tests.v1.windows import NULL, DraftingWindowEngine, WindowEngine
 from vllm_pd.protocol.rows import STATE
@@ -57,6 +58,9 @@ class StateEngine(WindowEngine):
     def scheduler_block_size(self) -> int:
         return self.state_tokens  # the least common multiple
 
+    def hash_block_size(self) -> int:
+        return self.state_tokens
+
     def capture(self, output) -> list[tuple]:
         work = super().capture(output)
         for request_id, start, count, *_ in work if self.checkpoints and self.mode == "align" else ():
@@ -79,7 +83,7 @@ class StateEngine(WindowEngine):
             self._put_state(group, block, found[-1])
 
     def _sent(self, group: int, block: int, at: int) -> Any:
-        return self.slots.get((block, _PLACE)) if self.windows[group] == STATE else self._content(block, at)
+        return self.slots.get((block, _PLACE)) if self.windows[group] == STATE else self._content(group, block, at)
 
     def _compute_group(self, group: int, request_id: str, start: int, count: int, table: list[int],
                        found: list[int]) -> None:
@@ -103,7 +107,8 @@ class StateEngine(WindowEngine):
         self.slots[block, _PLACE] = group, content
 
     def _clear(self, block: int, places: tuple[int, ...] | None = None) -> None:
-        for at in (_PLACE, _TAIL, *range(2 * self.block_size)) if places is None else places:
+        for at in (_PLACE, _TAIL, *range(self.block_size),
+                   *range(ENTRIES, ENTRIES + self.block_size)) if places is None else places:
             self.slots.pop((block, at), None)
 
 

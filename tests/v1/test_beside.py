@@ -227,7 +227,7 @@ class WrongCopy(AssertionError):
 class FakeRank:
     """In the place of `RankWorker`."""
 
-    def __init__(self, config, state_layers, index_layers):
+    def __init__(self, config, state_layers, index_layers, mixed_groups):
         self.steps = []
 
     def begin_step(self, brings_kv):

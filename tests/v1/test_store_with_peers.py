@@ -36,7 +36,7 @@ STOPPED = with_peers.StoreReport(0, True)
 class FakeRank:
     """In the place of `RankWorker`."""
 
-    def __init__(self, config, state_layers, index_layers):
+    def __init__(self, config, state_layers, index_layers, mixed_groups):
         self.steps = []
 
     def register_kv_caches(self, caches):

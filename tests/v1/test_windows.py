@@ -18,6 +18,10 @@ from vllm_pd.v1.prefill import InternalRequests
 
 WINDOW = 40
 GROUPS = [(0, WINDOW), (WINDOW, 0, 23), (0, 0, BLOCK_SIZE)]
+# With blocks of other sizes: as of compressed attention (DeepSeek-V4), with fewer tokens or more than the leading group
+# has, and beside a second group with full attention.
+MIXED = [((24, 0, 8, 32), (8, BLOCK_SIZE, 4, 8)), ((0, WINDOW), (BLOCK_SIZE, 32)), ((0, 24, 0), (BLOCK_SIZE, 8, 32))]
+SIZED = [(windows, ()) for windows in GROUPS] + MIXED
 HISTORIES = 100
 EQUAL_BLOCKS = 1 / 200  # of what drafters read: more than stock V1 has of them, see tests/v1/drafting.py
 MOST = 400  # histories until a planted defect is found
@@ -82,16 +86,17 @@ def hand_over_with_hits(engine: WindowEngine, kinds: int = 3, least: int = 10) -
     engine.check_at_rest()
 
 
-@pytest.mark.parametrize("windows", GROUPS)
-def test_b114_every_length_of_a_remote_prompt(model_folder, windows):
+@pytest.mark.parametrize("windows, sizes", SIZED)
+def test_b114_every_length_of_a_remote_prompt(model_folder, windows, sizes):
     """Around each border of a block and of a window."""
-    engine = WindowEngine(model_folder, windows=windows, blocks=96, caching=False)
+    engine = WindowEngine(model_folder, windows=windows, sizes=sizes, blocks=160, caching=False)
     for length in LENGTHS:
         hand_over(engine, f"r{length}", prompt_of(length))
         token_ids, block_ids, _ = engine.protocol.jobs[engine.attempt(f"r{length}")]
         assert len(token_ids) == length - 1, "the last token is D's"
-        most = sum(-(-(window - 1) // BLOCK_SIZE) + 1 for window in windows if window)
-        full = windows.count(0) * -(-len(token_ids) // BLOCK_SIZE)
+        sized = list(zip(windows, engine.sizes, strict=True))
+        most = sum(-(-(window - 1) // size) + 1 for window, size in sized if window)
+        full = sum(-(-len(token_ids) // size) for window, size in sized if not window)
         assert full < len(block_ids) <= full + most, "of a window group only its end"
     engine.check_answers()
     engine.check_at_rest()
@@ -113,27 +118,30 @@ def test_b114_a_whole_prompt_would_miss_a_key_at_one_of_so_many_lengths(model_fo
                      if length >= WINDOW and (length - WINDOW + 1) % BLOCK_SIZE == 0 and length > WINDOW]
 
 
-@pytest.mark.parametrize("windows", GROUPS)
+@pytest.mark.parametrize("windows, sizes", SIZED)
 @pytest.mark.parametrize("batch_tokens", [16, 33, 512])
 @pytest.mark.parametrize("chunks", [False, True])
-def test_b114_every_length_of_a_job(model_folder, windows, batch_tokens, chunks):
+def test_b114_every_length_of_a_job(model_folder, windows, sizes, batch_tokens, chunks):
     """P sends what the next token reads, with D's prefix hit or without, whole or in chunks."""
-    send_every_length(WindowEngine(model_folder, windows=windows, blocks=96, push_chunks=chunks,
+    send_every_length(WindowEngine(model_folder, windows=windows, sizes=sizes, blocks=224, push_chunks=chunks,
                                    batch_tokens=batch_tokens))
 
 
-@pytest.mark.parametrize("windows", GROUPS)
-def test_b114_a_prefix_hit_of_every_length(model_folder, windows):
+@pytest.mark.parametrize("windows, sizes", SIZED)
+def test_b114_a_prefix_hit_of_every_length(model_folder, windows, sizes):
     """D has the beginning: P writes the rest, and of a window what lies behind the hit."""
-    hand_over_with_hits(WindowEngine(model_folder, windows=windows, blocks=256))
+    engine = WindowEngine(model_folder, windows=windows, sizes=sizes, blocks=512)
+    # Blocks of a window that end where a hit may end come only with prompts that end there, or near.
+    hand_over_with_hits(engine, *((2, 2) if sizes else ()))
 
 
 @pytest.mark.parametrize("length", [3 * BLOCK_SIZE + 1, 4 * BLOCK_SIZE + 1, 5 * BLOCK_SIZE])
 def test_b114_b20_requests_that_need_a_block_more_when_they_are_resumed(model_folder, length):
     """D's own token begins a block, of each group, and the parked prompts have all there are: every request ends."""
-    for windows in GROUPS:
-        for blocks in range(24, 60, 3):
-            engine = WindowEngine(model_folder, windows=windows, blocks=blocks, batch_tokens=64, caching=False)
+    for windows, sizes in SIZED:
+        for blocks in range(24, 60, 3) if not sizes else range(60, 100, 4):
+            engine = WindowEngine(model_folder, windows=windows, sizes=sizes, blocks=blocks, batch_tokens=64,
+                                  caching=False)
             for number in range(6):
                 engine.add(f"r{number}", [number + 1] * length, 6)
             for _ in range(6):
@@ -145,16 +153,17 @@ def test_b114_b20_requests_that_need_a_block_more_when_they_are_resumed(model_fo
             engine.check_at_rest()
 
 
-def settings(seed: int, in_flight: int, windows: tuple[int, ...], drafter: str):
+def settings(seed: int, in_flight: int, windows: tuple[int, ...], sizes: tuple[int, ...], drafter: str):
     """Of an engine that a history is played on."""
     drawn, steps = history(seed)
-    return drawn._replace(in_flight=in_flight, stages=simulated.STAGES, windows=windows, reads="never", drafter=drafter,
-                          blocks=drawn.blocks + (20 if seed % 4 else 44)), steps
+    more = (20 if seed % 4 else 44) + (60 if sizes else 0)
+    return drawn._replace(in_flight=in_flight, stages=simulated.STAGES, windows=windows, sizes=sizes, reads="never",
+                          drafter=drafter, blocks=drawn.blocks + more), steps
 
 
-def first_failure(folder, in_flight: int, histories: int, drafter: str = "") -> str:
+def first_failure(folder, in_flight: int, histories: int, drafter: str = "", groups=tuple(SIZED[:3])) -> str:
     for seed in range(histories):
-        setting, steps = settings(seed, in_flight, GROUPS[seed % len(GROUPS)], drafter)
+        setting, steps = settings(seed, in_flight, *groups[seed % len(groups)], drafter)
         if found := failure(folder, setting, steps):
             return "\n".join(map(str, (f"seed {seed}: {found}", setting, *shrink(folder, setting, steps))))
     return ""
@@ -209,6 +218,34 @@ def test_b114_b20_b34_any_order(model_folder, in_flight, drafter, counts):
     if drafter == "eagle":
         assert counts["sent"] > 40 * HISTORIES and counts["read"] > 400 * HISTORIES
         assert counts["read of an equal block"] < EQUAL_BLOCKS * counts["read"]
+
+
+@pytest.mark.search
+@pytest.mark.parametrize("drafter", ["", "ngram"])
+def test_b114_b20_b34_groups_with_blocks_of_other_sizes(model_folder, in_flight, drafter):
+    assert not first_failure(model_folder, in_flight, HISTORIES, drafter, MIXED)
+
+
+def hit_in_blocks_of_the_first_group(monkeypatch):
+    entries = BlockRows._entries
+
+    def mistaken(rows, tokens, cached):
+        found = entries(rows, tokens, cached)
+        return found[:1] + [(group, range(max(min(cached, each.stop), each.start), each.stop))
+                            for group, each in found[1:]]
+
+    monkeypatch.setattr(BlockRows, "_entries", mistaken)
+
+
+def one_size_for_all(monkeypatch):
+    monkeypatch.setattr(BlockRows, "size", lambda rows, group: rows.block_size)
+
+
+@pytest.mark.parametrize("defect", [hit_in_blocks_of_the_first_group, one_size_for_all])
+def test_b114_the_search_finds_sizes_that_are_not_heeded(model_folder, in_flight, defect, monkeypatch):
+    defect(monkeypatch)
+    monkeypatch.setattr("tests.v1.test_windows.shrink", lambda *history: ())
+    assert first_failure(model_folder, in_flight, MOST, groups=MIXED)
 
 
 def whole_prompts(monkeypatch):

@@ -63,6 +63,7 @@ class Setting(NamedTuple):
     time_passes: bool  # at the end, in which nothing needs that
     drafter: str = ""  # the method of one with speculative decoding
     windows: tuple[int, ...] = ()  # of each group of layers, 0 with full attention
+    sizes: tuple[int, ...] = ()  # of a block of each group in tokens, where they differ
     states: str = ""  # how layers with a recurrent state keep it, where some do (tests/v1/states.py)
     checkpoints: int = 0
     salted: bool = False  # some requests have a salt
@@ -137,7 +138,8 @@ class Walk:
             make = functools.partial(DraftingStateEngine if setting.drafter else StateEngine, windows=setting.windows,
                                      mode=setting.states, checkpoints=setting.checkpoints)
         elif setting.windows:
-            make = functools.partial(DraftingWindowEngine if setting.drafter else WindowEngine, windows=setting.windows)
+            make = functools.partial(DraftingWindowEngine if setting.drafter else WindowEngine, windows=setting.windows,
+                                     sizes=setting.sizes)
         self.engine = make(folder, setting.in_flight, blocks=setting.blocks, max_num_seqs=setting.seats,
                            batch_tokens=setting.batch_tokens, config=_config(folder, setting), access=_Access,
                            prefix_reads=setting.reads, max_prefill_jobs=4, prefill_overtaking=setting.overtaking,
@@ -289,10 +291,14 @@ class Walk:
 
     def _fitting(self, prompt: list[int], tokens: int) -> list[int]:
         drafts = 2 * TOKENS if self.setting.drafter else 0  # those of a step, and those after it
-        others = sum(-(-(window + self.in_flight * self.setting.batch_tokens) // BLOCK_SIZE) + 1
-                     for window in self.setting.windows if window)  # blocks that a request may have of the other groups
+        sizes = self.setting.sizes or (BLOCK_SIZE, ) * len(self.setting.windows)
+        others = sum(-(-(window + self.in_flight * self.setting.batch_tokens) // size) + 1
+                     for window, size in zip(self.setting.windows, sizes, strict=True)
+                     if window)  # blocks that a request may have of the other groups
         others += TOKENS * self.setting.windows.count(STATE) if self.setting.states and drafts else 0
-        return prompt[:(self.setting.blocks - 1 - others) * BLOCK_SIZE - tokens - 1 - drafts]
+        full = sum(BLOCK_SIZE / size for window, size in zip(self.setting.windows, sizes, strict=True)
+                   if not window) if self.setting.sizes else 1
+        return prompt[:int((self.setting.blocks - 1 - others) / full) * BLOCK_SIZE - tokens - 1 - drafts]
 
     # What may happen.
 

@@ -7,6 +7,7 @@ step may read all keys that its tokens see: in a group with a window no others n
 Which blocks a peer is granted, and sends, is worked out here from what the next token reads, token by token, and not by
 `vllm_pd.protocol.rows`.
 """
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from vllm.v1.request import Request
 
 from tests.v1.drafting import DraftingEngine
-from tests.v1.simulated import PEER, VOCAB, Engine, WrongRead, WrongWrite, contents
+from tests.v1.simulated import BLOCK_SIZE, PEER, VOCAB, Engine, WrongRead, WrongWrite, contents
 from vllm_pd.protocol import actions
 from vllm_pd.protocol.messages import Attempt
 from vllm_pd.protocol.scope import NO_SCOPE, PromptScope
@@ -27,28 +28,40 @@ REMOTE = 100  # the first block id of a peer
 
 
 class WindowEngine(Engine):
-    """An engine with these groups of layers: the window of each in tokens, 0 with full attention. It neither reads
+    """An engine with these groups of layers: the window of each in tokens, 0 with full attention. `sizes`: the tokens
+    of a block of each, where they differ; that of the first with full attention is BLOCK_SIZE. It neither reads
     prefixes nor keeps prompts, as `vllm_pd.v1.start` has it."""
 
-    def __init__(self, folder: Path, in_flight: int = 1, *, windows: tuple[int, ...], **more: Any) -> None:
-        self.windows = windows
+    def __init__(self, folder: Path, in_flight: int = 1, *, windows: tuple[int, ...], sizes: tuple[int, ...] = (),
+                 **more: Any) -> None:
+        self.windows, self.sizes = windows, sizes or (BLOCK_SIZE, ) * len(windows)
         super().__init__(folder, in_flight, **{**more, "prefix_reads": "never", "hold_s": 0.0})
         self._cached_of: dict[str, int] = {}  # blocks of a job's prompt that its peer has, by its attempt
         self.sent_rows = 0
 
     def make_groups(self) -> list[KVCacheGroupSpec]:
-        return [KVCacheGroupSpec([f"l{group}"], SlidingWindowSpec(sliding_window=window, **self.shape())
-                                 if window else FullAttentionSpec(**self.shape()))
-                for group, window in enumerate(self.windows)]
+        shapes = [self.shape() | {"block_size": size} for size in self.sizes]
+        return [KVCacheGroupSpec([f"l{group}"], SlidingWindowSpec(sliding_window=window, **shape)
+                                 if window else FullAttentionSpec(**shape))
+                for group, (window, shape) in enumerate(zip(self.windows, shapes, strict=True))]
+
+    def scheduler_block_size(self) -> int:
+        return math.lcm(*self.sizes)
+
+    def hash_block_size(self) -> int:
+        return math.gcd(*self.sizes)
 
     def rows(self, tokens: int, cached: int) -> list[tuple[int, int]]:
         """(group, number of its block) of each block that a peer writes, of which D has `cached` already: those whose
         KV the token after these `tokens` reads. The first group with full attention comes first."""
-        size, lead = self.block_size, self.windows.index(0)
+        lead, hit, sizes = self.windows.index(0), cached * self.block_size, self.sizes
         order = [lead, *(group for group in range(len(self.windows)) if group != lead)]
-        return [(group, number) for group in order for number in range(cached, -(-tokens // size))
-                if any(self._reads(group, tokens, key)
-                       for key in range(number * size, min(tokens, (number + 1) * size)))]
+        return [(group, number) for group in order for number in range(hit // sizes[group], -(-tokens // sizes[group]))
+                if any(self._reads(group, tokens, key) for key in self._keys(group, number, tokens))]
+
+    def _keys(self, group: int, number: int, tokens: int) -> range:
+        """The positions of a block of this group, as far as there are tokens."""
+        return range(number * self.sizes[group], min(tokens, (number + 1) * self.sizes[group]))
 
     def _reads(self, group: int, query: int, key: int) -> bool:
         """Whether the token at the position `query` reads the one at `key`, which is before it, in this group."""
@@ -70,8 +83,8 @@ class WindowEngine(Engine):
 
     def _fill(self, group: int, number: int, block: int, found: list[int], tokens: int) -> None:
         """A peer's write of this row, as far as it has come: up to so many tokens."""
-        for at in range(number * self.block_size, min(tokens, len(found), (number + 1) * self.block_size)):
-            self.slots[block, at % self.block_size] = group, found[at]
+        for at in self._keys(group, number, min(tokens, len(found))):
+            self.slots[block, at % self.sizes[group]] = group, found[at]
 
     def job(self, prompt: list[int], cached_blocks: int = 0, number: int = 0, scope: PromptScope = NO_SCOPE) -> Attempt:
         attempt = Attempt(PEER, "r", number)
@@ -91,14 +104,14 @@ class WindowEngine(Engine):
         for block, remote in zip(write.local_block_ids, write.remote_block_ids, strict=True):
             group, number = rows[remote]
             self.sent_rows += 1
-            for at in range(number * self.block_size, min(len(prompt), (number + 1) * self.block_size)):
+            for at in self._keys(group, number, len(prompt)):
                 if self._reads(group, len(prompt), at) and self._sent(group, block, at) != (group, found[at]):
                     raise WrongRead(f"position {at} of group {group} is sent from block {block}, which holds something "
                                     f"else; {len(prompt)} tokens, {cached} blocks cached")
 
     def _sent(self, group: int, block: int, at: int) -> Any:
         """What a peer gets for this position of a group, with this block."""
-        return self._content(block, at)
+        return self._content(group, block, at)
 
     # Steps.
 
@@ -118,19 +131,20 @@ class WindowEngine(Engine):
 
     def _compute_group(self, group: int, request_id: str, start: int, count: int, table: list[int],
                        found: list[int]) -> None:
+        size = self.sizes[group]
         for key in range(start):
-            block = table[key // self.block_size]
-            if self._reads(group, start, key) and self._content(block, key) != (group, found[key]):
+            block = table[key // size]
+            if self._reads(group, start, key) and self._content(group, block, key) != (group, found[key]):
                 raise WrongRead(f"{request_id} reads position {key} of group {group} at {start} from {block}, "
                                 "which holds something else")
         for at in range(start, start + count):
-            block = table[at // self.block_size]
+            block = table[at // size]
             if block == NULL:
                 raise WrongWrite(f"{request_id} writes position {at} of group {group} into the filler")
-            self.slots[block, at % self.block_size] = group, found[at]
+            self.slots[block, at % size] = group, found[at]
 
-    def _content(self, block: int, at: int) -> Any:
-        return None if block == NULL else self.slots.get((block, at % self.block_size))
+    def _content(self, group: int, block: int, at: int) -> Any:
+        return None if block == NULL else self.slots.get((block, at % self.sizes[group]))
 
     def _blocks_of(self, request: Request) -> list[int]:
         return [block for table in self.manager.get_block_ids(request.request_id) for block in table if block != NULL]
@@ -193,7 +207,7 @@ class DraftingWindowEngine(DraftingEngine, WindowEngine):
                        found: list[int]) -> None:
         super()._compute_group(group, request_id, start, count, table, found)
         for at in range(start, start + count) if group != self.drafters else ():
-            self._destroy_entries(table[at // self.block_size])
+            self._destroy_entries(table[at // self.sizes[group]])
 
     def _drafters_table(self, tables: list) -> list[int]:
         return tables[self.drafters]

@@ -91,11 +91,13 @@ class PrefillCapacity:
         """How many blocks a prompt of so many tokens takes at most while it is computed. A group with a window has
         those of the window and of what the steps in flight compute, one with states those of the last ones and of
         drafts."""
-        size, windows, states = self.rows.block_size, self.rows.windows or (0, ), self.rows.state_tokens
-        each = [tokens if not window else min(tokens, window + self.steps * self.batch_tokens + size)
-                for window in windows if not window or not states]
-        some = min(-(-tokens // states), STATE_BLOCKS + self.steps) * (len(windows) - len(each)) if states else 0
-        return sum(-(-one // size) for one in each) + some + self.draft_blocks
+        return self.draft_blocks + sum(self._blocks_of_group(tokens, window, self.rows.size(group))
+                                       for group, window in enumerate(self.rows.windows or (0, )))
+
+    def _blocks_of_group(self, tokens: int, window: int, size: int) -> int:
+        if window and self.rows.state_tokens:
+            return min(-(-tokens // size), STATE_BLOCKS + self.steps)
+        return -(-(min(tokens, window + self.steps * self.batch_tokens + size) if window else tokens) // size)
 
 
 def read_key(attempt: Attempt) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is transferred are blocks of one size that have the KV of their tokens in every layer of a group, in one shape,
-or, in the layers of other groups, the recurrent state after some token. A model whose layers have more, less or other
-than that is refused.
+or, in the layers of other groups, the recurrent state after some token. On V1 layers may also differ in shape, if vLLM
+lays all of them into each block (`is_mixed`). A model whose layers have more, less or other than that is refused.
 
 `check_layers` and `check_v1_layers` refuse by the configuration, before the model is loaded. It does not tell
 everything. `check_groups` looks at what V1 has made of it, and `vllm_pd.transfer.layout` at the cache itself.
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 CACHE_DTYPES = frozenset({"auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"})
+COMPRESSED_KEY = "compress_ratios"  # of a model whose layers keep one state for several tokens, and others beside it
 INDEX_KEY = "index_topk"  # of a model whose layers have an index of all tokens, from which they choose some
 FP8_DS_MLA = "fp8_ds_mla"  # a token is 656 bytes
 MLA_DTYPES = CACHE_DTYPES | {FP8_DS_MLA}
@@ -32,7 +33,6 @@ _OTHER_STATE = {
                               "otherwise than the engine's backend does",
     "index_kpool": "serve a model whose index has the key of each token: what this one keeps of the last tokens is in "
                    "a block of its own, which is not transferred",
-    "compress_ratios": "serve a model without compressed attention: its layers have more than one kind of KV",
     "rswa_window": "serve a model without reference sliding windows: blocks that it frees have no place in the peer's "
                    "table",
 }
@@ -52,6 +52,10 @@ def check_layers(config: VllmConfig, with_bytes: bool = False) -> None:
     for key, cure in _OTHER_STATE.items():
         if getattr(model, key, None):
             raise ConfigError(key, getattr(model, key), cure)
+    on_v1, may_differ = with_bytes, with_bytes and _may_be_mixed(config)
+    if getattr(model, COMPRESSED_KEY, None) and not may_differ:
+        raise ConfigError(COMPRESSED_KEY, getattr(model, COMPRESSED_KEY), "use V1, or serve a model without compressed "
+                          "attention: its layers have more than one kind of KV")
     with_bytes = with_bytes and config.model_config.use_mla
     if _has_index(config) and not with_bytes:
         raise ConfigError(INDEX_KEY, getattr(model, INDEX_KEY), "serve a model without sparse attention: its layers "
@@ -60,13 +64,16 @@ def check_layers(config: VllmConfig, with_bytes: bool = False) -> None:
     if cache_dtype not in known:
         raise ConfigError("kv_cache_dtype", cache_dtype, f"use one of {sorted(known)}: what a block of another type "
                           "has beside keys and values is not known here")
+    if may_differ:
+        return
+    or_order = "; or set VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backend has it" if on_v1 else ""
     for key, other in _OF_SOME_LAYERS.items():
         values = getattr(model, key, None), getattr(model, other, None)
         if None not in values and values[0] != values[1]:
-            raise ConfigError(key, values[0], f"{ONE_SHAPE}{other} is {values[1]}")
+            raise ConfigError(key, values[0], f"{ONE_SHAPE}{other} is {values[1]}{or_order}")
     groups = _heads_in_groups(model)
     if len(groups) > 1:
-        raise ConfigError("block_configs", f"n_heads_in_group {sorted(groups)}", f"{ONE_SHAPE}here KV heads differ")
+        raise ConfigError("block_configs", f"n_heads_in_group {sorted(groups)}", f"{ONE_SHAPE}here KV heads differ{or_order}")
 
 
 def check_v1_layers(config: VllmConfig) -> None:
@@ -81,9 +88,9 @@ def check_v1_layers(config: VllmConfig) -> None:
     shapes = config.model_config.model_arch_config
     each = [shapes[layer] for layer in range(shapes.total_num_hidden_layers)]
     kinds = {(layer.total_num_kv_heads, layer.head_size) for layer in each}
-    if len(kinds) > 1:
-        raise ConfigError("model", config.model_config.model,
-                          f"{ONE_SHAPE}here (KV heads, head size) are {sorted(kinds)}")
+    if len(kinds) > 1 and not _may_be_mixed(config):
+        raise ConfigError("model", config.model_config.model, f"{ONE_SHAPE}here (KV heads, head size) are "
+                          f"{sorted(kinds)}; or set VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backend has it")
 
 
 def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = False) -> None:
@@ -121,11 +128,50 @@ def check_index(config: VllmConfig, has_store: bool, is_offloading: bool = False
             raise ConfigError(key, value, cure)
 
 
-def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
+def is_mixed(groups: Sequence[KVCacheGroupSpec]) -> bool:
+    """Whether layers have KV of different shapes, so that only whole blocks of all layers can be transferred. As far as
+    these groups show: in EngineCore a group has the spec of one of its layers. An index beside a layer's KV is none of
+    them (`vllm_pd.transfer.whole`), nor are layers with a recurrent state."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowMLASpec, SlidingWindowSpec
+    with_kv = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec)
+    specs = [spec for group in groups for spec in layer_specs(group.kv_cache_spec)]
+    if any(type(spec) not in with_kv for spec in specs):
+        return False
+    return len({_shape(spec) for spec in specs if not (len(groups) == 1 and _is_index(spec))}) > 1
+
+
+def _shape(spec: Any) -> tuple[Any, ...]:
+    return spec.block_size, spec.page_size_bytes, spec.num_kv_heads, spec.head_size, spec.dtype, spec.tokens_per_state
+
+
+def _is_index(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import SparseCacheRole
+    return getattr(spec, "cache_role", None) is SparseCacheRole.INDEXER
+
+
+def _check_mixed(groups: Sequence[KVCacheGroupSpec]) -> None:
+    """The groups of `is_mixed`: some must have the KV of all tokens, each other one window. Raises ConfigError."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    specs = [layer_specs(group.kv_cache_spec) for group in groups]
+    windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in specs]
+    names = [" and ".join(sorted({type(spec).__name__ for spec in each})) for each in specs]
+    if not any(isinstance(spec, FullAttentionSpec) for each in specs for spec in each) or max(map(len, windows)) > 1:
+        raise ConfigError("kv_cache_groups", names, "serve a model for which vLLM keeps the KV of all tokens in one "
+                          "group of blocks, with or without others, each for layers with one sliding window")
+    kept = {name: getattr(spec, name) for each in specs for spec in each
+            for name in ("prefix_replay_tokens", "extra_retained_tokens") if getattr(spec, name, 0)}
+    if kept:
+        raise ConfigError("kv_cache_groups", names, f"serve a model whose windows are kept as they are: here {kept}")
+
+
+def check_groups(groups: Sequence[KVCacheGroupSpec], is_block_outermost: bool = False) -> None:
     """All layers must be in one group of blocks, which has the KV of all tokens, or in such groups and others with
-    sliding windows, all of whose blocks have one size, or in such groups and others with recurrent states. Raises
-    ConfigError."""
+    sliding windows, all of whose blocks have one size, or in such groups and others with recurrent states. Where all
+    layers are inside each block (`is_block_outermost`), the shapes of layers with KV may differ. Raises ConfigError."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+    if is_block_outermost and is_mixed(groups):
+        _check_mixed(groups)
+        return
     specs = [layer_specs(group.kv_cache_spec) for group in groups]
     kinds = [{type(spec) for spec in each} for each in specs]
     if kinds in ([{FullAttentionSpec}], [{MLAAttentionSpec}]):
@@ -145,7 +191,8 @@ def check_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
                getattr(spec, "extra_retained_tokens", 0)) for each in with_kv for spec in each}
     windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in with_kv]
     if len(shapes) > 1 or max(map(len, windows)) > 1:
-        in_one = "; or write --disable-hybrid-kv-cache-manager" if other == {SlidingWindowSpec} else ""
+        in_one = ("; or set VLLM_KV_CACHE_LAYOUT to BLHNC, or write --disable-hybrid-kv-cache-manager"
+                  if other == {SlidingWindowSpec} else "")
         raise ConfigError("kv_cache_groups", names, f"{ONE_SHAPE}here (tokens of a block, bytes, KV heads, head size, "
                           f"type, kept tokens) are {sorted(map(str, shapes))}{in_one}")
     states = {(spec.block_size, spec.mamba_cache_mode, spec.num_speculative_blocks)
@@ -194,6 +241,16 @@ def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
     """Of the layers of a group: one for all, or, where they differ in shape, their own."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+
+
+def _may_be_mixed(config: VllmConfig) -> bool:
+    """Whether V1 may lay all layers into each block: by the order that the user has asked for, or that our connector
+    asks for, but on a CPU, whose attention has no such order. That of compressed attention has no other."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+    asked = envs.VLLM_KV_CACHE_LAYOUT
+    return bool(getattr(config.model_config.hf_text_config, COMPRESSED_KEY, None)
+                or (asked.startswith("B") if asked else not current_platform.is_cpu()))
 
 
 def _has_index(config: VllmConfig) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode engine notes of each attempt that it has open, and the bounds of one. `decode` moves it."""
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -94,6 +95,26 @@ class AttemptRecord:
         return m.Job(self.attempt, address, self.token_ids, cached_tokens, max(0.0, self.deadline - now), avoid=avoid,
                      priority=self.priority, scope=self.scope)
 
+    def grant(self, now: float, lease_s: float) -> m.Grant:
+        """What its P is sent, which counts as sent now."""
+        if self.media:
+            self.media_sent_at = now
+            self.media_sends += 1
+        return m.Grant(self.attempt, self.claim, self.block_ids, self.cached_blocks, lease_s, self.media,
+                       self.next_token)
+
+    def measured(self, theirs: m.Timings) -> m.Timings:
+        """P's part of the timings, and ours."""
+        return msgspec.structs.replace(theirs, queue_s=self.timings.queue_s, measured=True)
+
+    def set_next_cancel(self, now: float, limits: DecodeLimits) -> None:
+        """P is asked to stop now. If it is unproven, P has said all that it ever will, and is not asked again."""
+        if self.unproven:
+            self.next_cancel = NEVER
+            return
+        self.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * self.cancel_retry_s or limits.claim_retry_s / 4)
+        self.next_cancel = now + self.cancel_retry_s
+
     def due(self, broker_lost_at: float | None, ttl_s: float) -> float:
         """When there is next something to do about it. `broker_lost_at`: since when there is no broker."""
         if self.state is AttemptState.QUEUED:
@@ -104,3 +125,16 @@ class AttemptRecord:
     def waited_from(self, lost_at: float) -> float:
         """Since when it has waited for what was lost then."""
         return max(lost_at, self.submitted)
+
+    def debug_state(self) -> dict[str, Any]:
+        """For `DecodeProtocol.debug_state`."""
+        return {"state": self.state, "peer": self.peer if self.fenced else "", "claim": self.claim,
+                "arrived": sorted(self.arrived), "measured": self.timings.measured, "lease_until": self.lease_until,
+                "next_cancel": self.next_cancel}
+
+    def bring_forward(self, until: float, lease: bool) -> None:
+        """For `DecodeProtocol.bring_forward`."""
+        if lease:
+            self.lease_until = min(self.lease_until, until)
+        else:
+            self.deadline = min(self.deadline, until)

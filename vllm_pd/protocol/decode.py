@@ -361,20 +361,14 @@ class DecodeProtocol:
 
     def debug_state(self) -> dict[m.Attempt, dict[str, Any]]:
         """What is known of each attempt with a record, for tests alone. Times are those of the caller's clock."""
-        return {attempt: {"state": record.state, "peer": record.peer if record.fenced else "",
-                          "claim": record.claim, "arrived": sorted(record.arrived), "measured": record.timings.measured,
-                          "lease_until": record.lease_until, "next_cancel": record.next_cancel}
-                for attempt, record in self._records.items()}
+        return {attempt: record.debug_state() for attempt, record in self._records.items()}
 
     def bring_forward(self, until: float, leases: bool) -> int:
         """For tests alone: the leases, or else the deadlines, of the open attempts end at `until` at the latest.
         Returns how many attempts are open."""
         records = [record for record in self._records.values() if not record.state.ended]
         for record in records:
-            if leases:
-                record.lease_until = min(record.lease_until, until)
-            else:
-                record.deadline = min(record.deadline, until)
+            record.bring_forward(until, leases)
         return len(records)
 
     # Messages, one by one.
@@ -468,11 +462,11 @@ class DecodeProtocol:
         late = self._done.get(message.attempt)
         if late is not None and (late.peer, late.claim) == (sender, message.claim):
             del self._done[message.attempt]
-            return [Timed(message.attempt, self._measured(late, message.timings), sender, late.moved_tokens)]
+            return [Timed(message.attempt, late.measured(message.timings), sender, late.moved_tokens)]
         record = self._held_by(sender, message)
         if record is None or record.timings.measured:
             return self._drop("sent_unknown" if record is None else "sent_duplicate")
-        record.timings = self._measured(record, message.timings)
+        record.timings = record.measured(message.timings)
         record.writing_at = now
         record.lease_until = now + self.limits.lease_s  # P renews no longer, and the engine may be in a long step
         return []
@@ -538,13 +532,8 @@ class DecodeProtocol:
         return [Released(record.attempt)]
 
     def _cancel(self, now: float, record: AttemptRecord) -> list[Action]:
-        limits = self.limits
-        if record.unproven:  # P has said all that it ever will
-            record.next_cancel = NEVER
-            return []
-        record.cancel_retry_s = min(limits.cancel_retry_max_s, 2 * record.cancel_retry_s or limits.claim_retry_s / 4)
-        record.next_cancel = now + record.cancel_retry_s
-        return [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]
+        record.set_next_cancel(now, self.limits)
+        return [] if record.unproven else [ToPrefill(record.peer, m.Cancel(record.attempt, record.claim))]
 
     def _put(self, now: float, record: AttemptRecord) -> list[Action]:
         record.next_put = now + self.limits.claim_retry_s
@@ -590,11 +579,7 @@ class DecodeProtocol:
         return record
 
     def _grant(self, now: float, record: AttemptRecord) -> list[Action]:
-        if record.media:
-            record.media_sent_at = now
-            record.media_sends += 1
-        return [ToPrefill(record.peer, m.Grant(record.attempt, record.claim, record.block_ids, record.cached_blocks,
-                                               self.limits.lease_s, record.media, record.next_token))]
+        return [ToPrefill(record.peer, record.grant(now, self.limits.lease_s))]
 
     def _deny(self, sender: str, claim: m.Claim, reason: m.DenyReason) -> list[Action]:
         self.dropped["claim_" + reason.value] += 1
@@ -607,10 +592,6 @@ class DecodeProtocol:
         self._done_order.append(record.attempt)
         if len(self._done_order) > KEPT_DONE:
             self._done.pop(self._done_order.popleft(), None)
-
-    @staticmethod
-    def _measured(record: AttemptRecord, theirs: m.Timings) -> m.Timings:
-        return msgspec.structs.replace(theirs, queue_s=record.timings.queue_s, measured=True)
 
     def _drop(self, name: str) -> list[Action]:
         """Count a message that changes nothing else."""

@@ -74,6 +74,16 @@ class OfferedJob:
             return min(self.next_ask, self.unproven_until)
         return NEVER
 
+    def begin_claim(self, now: float, number: int, generation: int, retry_s: float) -> None:
+        """It is claimed now, by this number, in this generation of its D, and again after `retry_s`."""
+        self.claim, self.generation = number, generation
+        self.state = JobState.CLAIMING
+        self.claimed_at, self.next_claim = now, now + retry_s
+
+    def claim_message(self, ours: m.Fingerprint) -> m.Claim:
+        """What is said to its D, with the ranks of our engine, whose fingerprint this is."""
+        return m.Claim(self.attempt, self.claim, ours.tp * ours.pp, self.generation, self.job.scope.digest)
+
     def problem(self, now: float, rows: BlockRows, grant: m.Grant) -> str:
         """What is wrong with this grant of its claim, by an engine whose groups of blocks these are; empty: nothing."""
         tokens = len(self.job.token_ids)

@@ -488,17 +488,9 @@ class PrefillProtocol:
 
     def _claim(self, now: float, job: OfferedJob) -> list[Action]:
         self._claims += 1
-        job.claim = self._claims if not self._claim_secret else claim_number(self._claim_secret, self._claims)
-        job.state = JobState.CLAIMING
-        job.generation = self._peering.generation_of(job.attempt.incarnation)
-        job.claimed_at = now
-        job.next_claim = now + self.limits.claim_retry_s
-        return self._to_decode(job, self._claim_of(job))
-
-    def _claim_of(self, job: OfferedJob) -> m.Claim:
-        fingerprint = self.member.fingerprint
-        return m.Claim(job.attempt, job.claim, fingerprint.tp * fingerprint.pp, job.generation,
-                       job.job.scope.digest)
+        number = self._claims if not self._claim_secret else claim_number(self._claim_secret, self._claims)
+        job.begin_claim(now, number, self._peering.generation_of(job.attempt.incarnation), self.limits.claim_retry_s)
+        return self._to_decode(job, job.claim_message(self.member.fingerprint))
 
     def _give_up(self, now: float, job: OfferedJob) -> list[Action]:
         """Have the engine stop this job, or forget one that the engine does not have."""
@@ -561,7 +553,7 @@ class PrefillProtocol:
                 self._peering.not_answered(now, job.attempt.incarnation)
                 return self.failed(now, job.attempt, "the claim was not answered in time")
             job.next_claim = now + self.limits.claim_retry_s
-            return self._to_decode(job, self._claim_of(job))
+            return self._to_decode(job, job.claim_message(self.member.fingerprint))
         if now >= job.lease_until:
             self.counters["lease_over"] += 1
             return self._stop(now, job)

@@ -11,6 +11,9 @@ A *row* is one block of one group. Both sides list the rows of a prompt in the s
 The first list is what an engine with one group has. `cached_blocks`, the blocks of D's prefix hit, come first in it,
 and a window group has no row for them: D has all of its window before the hit's end.
 
+Groups may have blocks of different numbers of tokens (`BlockRows.sizes`). A prefix hit then ends where a block of each
+group ends.
+
 A recurrent state (Mamba, GDN, short convolution) is what a window of two tokens would be: of all that came before, the
 next token needs the block of the token before it, and that holds the state after that token (`STATE`).
 
@@ -33,12 +36,14 @@ B = TypeVar("B")
 
 
 class BlockRows(msgspec.Struct, frozen=True):
-    """The groups of an engine: `block_size` in tokens, the same in all, and each group's window in tokens, 0 with full
-    attention. No windows: one group with full attention. `state_tokens`, if not 0: all other groups have states, and
-    their tables an entry for each so many tokens, which is the engine's own matter."""
+    """The groups of an engine: `block_size` in tokens, and each group's window in tokens, 0 with full attention. No
+    windows: one group with full attention. `state_tokens`, if not 0: all other groups have states, and their tables an
+    entry for each so many tokens, which is the engine's own matter. `sizes`, if groups differ in them: the tokens of a
+    block of each group, that of the leading one being `block_size`."""
     block_size: int
     windows: tuple[int, ...] = ()
     state_tokens: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def lead(self) -> int:
@@ -50,13 +55,19 @@ class BlockRows(msgspec.Struct, frozen=True):
         """How many tokens at a prompt's end the decode engine always computes itself."""
         return int(any(self.windows))
 
+    def size(self, group: int) -> int:
+        """How many tokens an entry of this group's table is for."""
+        if self.state_tokens and self.windows[group]:
+            return self.state_tokens
+        return self.sizes[group] if self.sizes else self.block_size
+
     def count(self, tokens: int, cached_blocks: int) -> int:
         """How many rows a prompt of so many tokens has, the `cached_blocks` of the first group included."""
         return sum(len(entries) for _, entries in self._entries(tokens, cached_blocks))
 
     def pick(self, tables: Sequence[Sequence[B]], tokens: int, cached_blocks: int) -> list[B]:
         """The rows of a prompt of so many tokens, from the block table of each group, which has a block or a filler for
-        each `block_size` tokens, or `state_tokens`. Raises ValueError where a table ends before the prompt does."""
+        each `size` tokens. Raises ValueError where a table ends before the prompt does."""
         found = self._entries(tokens, cached_blocks)
         if len(tables) != len(found) or any(len(tables[group]) < entries.stop for group, entries in found):
             raise ValueError(f"block tables of {[len(table) for table in tables]} blocks for {tokens} tokens of "
@@ -68,9 +79,9 @@ class BlockRows(msgspec.Struct, frozen=True):
         windows, found = self.windows or (0, ), []
         for group in (self.lead, *(group for group in range(len(windows)) if group != self.lead)):
             window = windows[group]
-            has_states = bool(window and self.state_tokens)
-            size = self.state_tokens if has_states else self.block_size
-            cached = 0 if group == self.lead or has_states else cached_blocks
+            size = self.size(group)
+            is_whole = group == self.lead or bool(window and self.state_tokens)
+            cached = 0 if is_whole else cached_blocks * self.block_size // size
             end, first = -(-tokens // size), max(cached, first_needed(window, tokens) // size)
             found.append((group, range(min(first, end), end)))
         return found

@@ -94,12 +94,16 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True):
     # Of each group (`protocol.rows`). One of an older release has none, and is refused by `layers`: layers of several
     # groups share memory, and count once.
     windows: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
-    states: Text = ""  # what a block of a group with a recurrent state holds; such blocks go whole, from rank to rank
+    # What blocks hold that go whole, from rank to rank: those of groups with a recurrent state, or all, where layers
+    # differ in shape.
+    states: Text = ""
+    # Tokens of a block of each group, where these differ.
+    sizes: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
     @property
     def rows(self) -> BlockRows:
         """Which blocks of a prompt go from one to the other."""
-        return BlockRows(self.block_size, self.windows)
+        return BlockRows(self.block_size, self.windows, sizes=self.sizes)
 
     def first_difference(self, other: "Fingerprint") -> tuple[str, object, object] | None:
         """(key, ours, theirs) of the first field that differs, None where KV can go between both engines. `tp` may

@@ -244,7 +244,8 @@ def describe_views(views: list[torch.Tensor], *, num_blocks: int, block_size: in
         if view.shape != first.shape or view.stride() != first.stride() or view.dtype != first.dtype:
             raise ConfigError("kv_cache", f"layer {number} of shape {tuple(view.shape)}, strides {view.stride()}",
                               f"every layer must have the shape {tuple(first.shape)} and strides {first.stride()} of "
-                              "layer 0: models with several kinds of layers can't be transferred yet")
+                              "layer 0: models with several kinds of layers can only be transferred with "
+                              "VLLM_KV_CACHE_LAYOUT=BLHNC, if the attention backend has it")
     if first.device.type not in _MEMORY:
         raise ConfigError("device", first.device.type, f"use one of {sorted(_MEMORY)}")
     if first.dim() != 4 or first.shape[0] != num_blocks or first.shape[2] != block_size:

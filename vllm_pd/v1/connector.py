@@ -23,7 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_pd.model.layers import check_groups
 from vllm_pd.v1.binding import StepMetadata, V1Handover
-from vllm_pd.v1.groups import index_layers, state_layers
+from vllm_pd.v1.groups import index_layers, mixed_groups, state_layers
 from vllm_pd.v1.metrics import HandoverPromMetrics, HandoverStats
 from vllm_pd.v1.settings import asked_layout, served_name
 from vllm_pd.v1.start import begin_handover
@@ -51,14 +51,16 @@ class PDConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_groups(kv_cache_config.kv_cache_groups)
+        layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
+        check_groups(kv_cache_config.kv_cache_groups, layout.is_block_outermost)
         self.binding: V1Handover | None = None
         self._handshakes: dict[tuple[int, int], RankHandshake] = {}
         self._rank: RankWorker | None = None
         if role is KVConnectorRole.WORKER:
             from vllm_pd.v1.worker import RankWorker
             groups = kv_cache_config.kv_cache_groups
-            self._rank = RankWorker(vllm_config, state_layers(groups), index_layers(groups))
+            self._rank = RankWorker(vllm_config, state_layers(groups), index_layers(groups),
+                                    mixed_groups(groups) if layout.is_block_outermost else {})
 
     # The scheduler role.
 

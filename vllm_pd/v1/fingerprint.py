@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_pd.model.drafter import drafter_digest, drafter_layers
 from vllm_pd.model.fingerprint import model_digest
 from vllm_pd.protocol.messages import PROTOCOL, Fingerprint
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.transfer.layout import CacheDescription, Layout
 from vllm_pd.v1.settings import given_weights
 
@@ -27,20 +28,21 @@ class CacheShape(NamedTuple):
     layout: Layout
 
 
-def fingerprint(config: VllmConfig, cache: CacheDescription | CacheShape, engine: str, windows: tuple[int, ...] = (),
+def fingerprint(config: VllmConfig, cache: CacheDescription | CacheShape, engine: str, rows: BlockRows | None = None,
                 states: str = "", kv_dtype: str = "") -> Fingerprint:
-    """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are, `windows`
-    those of its groups (`protocol.rows`), `states` what their blocks hold if not KV. Where layers of several groups
-    share memory they count once. `kv_dtype`: the type of the cache, if the model's layers have chosen another than the
-    configuration says."""
+    """The engine's fingerprint, `layers` being those of the rank whose cache and `engine_name` these are, `rows` its
+    groups, None: one, `states` what their blocks hold that go whole. Where layers of several groups share memory they
+    count once. `kv_dtype`: the type of the cache, if the model's layers have chosen another than the configuration
+    says."""
     model, parallel = config.model_config, config.parallel_config
     kv_dtype = kv_dtype or config.cache_config.cache_dtype
+    rows = rows or BlockRows(cache.block_size)
     return Fingerprint(
         protocol=PROTOCOL,
         model=" with ".join(filter(None, (model_digest(config, given_weights(config)), drafter_digest(config)))),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=cache.dtype if kv_dtype == "auto" else kv_dtype,
-        block_size=cache.block_size,
+        block_size=rows.block_size,
         layers=cache.layers,
         kv_heads=total_kv_heads(config),
         head_size=model.get_head_size(),
@@ -48,8 +50,9 @@ def fingerprint(config: VllmConfig, cache: CacheDescription | CacheShape, engine
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
         engine=engine,
-        windows=windows,
-        states=states)
+        windows=rows.windows,
+        states=states,
+        sizes=rows.sizes)
 
 
 def total_kv_heads(config: VllmConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_pd.model.drafter import keeps_kv
-from vllm_pd.model.layers import layer_specs
+from vllm_pd.model.layers import is_mixed, layer_specs
 from vllm_pd.protocol.rows import STATE, BlockRows
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ def block_rows(groups: Sequence[KVCacheGroupSpec]) -> BlockRows:
     states = [spec.block_size for spec in first if isinstance(spec, MambaSpec)]
     windows = tuple(STATE if isinstance(spec, MambaSpec) else spec.sliding_window
                     if isinstance(spec, SlidingWindowSpec) else 0 for spec in first)
-    size = next(spec.block_size for spec in first if not isinstance(spec, MambaSpec))
-    return BlockRows(size, windows if len(windows) > 1 else (), max(states, default=0))
+    if len(windows) == 1:
+        return BlockRows(first[0].block_size)
+    sizes = tuple(spec.block_size for spec in first)
+    size = sizes[windows.index(0)]
+    return BlockRows(size, windows, max(states, default=0), sizes if not states and set(sizes) != {size} else ())
 
 
 def draft_blocks(groups: Sequence[KVCacheGroupSpec]) -> int:
@@ -44,6 +47,11 @@ def usable_hit(scheduler: Scheduler, rows: BlockRows, request: Request, cached_t
     cached; the state after them may not be, and then it begins at an earlier one."""
     if not rows.state_tokens or not cached_tokens:
         return cached_tokens
+    return longest_hit(scheduler, request)
+
+
+def longest_hit(scheduler: Scheduler, request: Request) -> int:
+    """How many tokens of a request V1 would find cached, in all groups."""
     return scheduler.kv_cache_manager.coordinator.find_longest_cache_hit(request.block_hashes,
                                                                          request.num_tokens - 1)[1]
 
@@ -62,6 +70,14 @@ def index_layers(groups: Sequence[KVCacheGroupSpec]) -> list[str]:
     return [name for group in groups if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs)
             for name, spec in group.kv_cache_spec.kv_cache_specs.items()
             if isinstance(spec, MLAAttentionSpec) and spec.cache_role is SparseCacheRole.INDEXER]
+
+
+def mixed_groups(groups: Sequence[KVCacheGroupSpec]) -> dict[str, int]:
+    """The number of each layer's group, by the layer's name, if layers of different shapes share blocks; else empty.
+    To be called in a worker, as `index_layers`."""
+    if not is_mixed(groups):
+        return {}
+    return {name: number for number, group in enumerate(groups) for name in group.layer_names}
 
 
 def states_name(groups: Sequence[KVCacheGroupSpec]) -> str:

@@ -41,7 +41,7 @@ from vllm_pd.protocol.messages import Attempt
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.v1.adapters import AdapterBook
 from vllm_pd.v1.contract import StepShare
-from vllm_pd.v1.groups import needs_next_token, usable_hit
+from vllm_pd.v1.groups import longest_hit, needs_next_token, usable_hit
 from vllm_pd.v1.media import MediaBook
 
 if TYPE_CHECKING:
@@ -368,8 +368,8 @@ class InternalRequests(PrefillHandover):
         return prompt.request.num_tokens - prompt.request.num_computed_tokens
 
     def _cached_tokens(self, prompt: PromptInTurn) -> int:
-        if self._rows.state_tokens:
-            return usable_hit(self._scheduler, self._rows, prompt.request, prompt.request.num_tokens)
+        if self._rows.state_tokens or self._rows.sizes:
+            return longest_hit(self._scheduler, prompt.request)
         find = self._scheduler.kv_cache_manager.block_pool.get_cached_block
         hits = itertools.takewhile(lambda name: find(name, [self._rows.lead]) is not None, prompt.request.block_hashes)
         return self._block_size * sum(1 for _ in hits)

@@ -319,6 +319,7 @@ def known_fingerprint(config: VllmConfig, ours: PDConfig, hub_name: str) -> Fing
     from vllm import envs
 
     from vllm_pd.model.drafter import drafter_layers
+    from vllm_pd.protocol.rows import BlockRows
     from vllm_pd.transfer.layout import Layout
     from vllm_pd.v1.fingerprint import CacheShape, fingerprint
     model, cache = config.model_config, config.cache_config
@@ -326,7 +327,7 @@ def known_fingerprint(config: VllmConfig, ours: PDConfig, hub_name: str) -> Fing
     layout = Layout.KV_HEADS_FIRST if order.index("H") < order.index("N") else Layout.KV_TOKENS_FIRST
     layers = model.get_total_num_hidden_layers() + drafter_layers(config)
     shape = CacheShape(str(model.dtype).removeprefix("torch."), cache.block_size, layers, layout)
-    found = fingerprint(_without_weights(config), shape, "", _windows(config),
+    found = fingerprint(_without_weights(config), shape, "", BlockRows(cache.block_size, _windows(config)),
                         f"recurrent, num_speculative_tokens {config.num_speculative_tokens}"
                         if model.has_inner_state else "")
     name = f" of {hub_name} at {Path(model.model).name}" if hub_name else ""

@@ -60,7 +60,7 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
     access = EngineAccess(engine)
     member, metadata, transfer = attach_ranks(vllm_config, config.role, handshakes,
                                               TransportChoice.of(config.transport, config.transport_host),
-                                              config.holds_prompts, rows.windows, states_name(groups), access.rank_lost)
+                                              config.holds_prompts, rows, states_name(groups), access.rank_lost)
     member = msgspec.structs.replace(member, scopes=(SALT, ))
     front = front_of_rank(settings.front, vllm_config.parallel_config.data_parallel_index)
     require_free_front(front, vllm_config.kv_transfer_config.engine_id)

@@ -43,12 +43,14 @@ from vllm_pd.peer.liveness.guardian import start_guardian
 from vllm_pd.peer.liveness.lifeline import Lifeline
 from vllm_pd.peer.liveness.process import local_member, parent_pid, this_process
 from vllm_pd.protocol.messages import Member, Process, Role
+from vllm_pd.protocol.rows import BlockRows
 from vllm_pd.settings.engine import PDConfig
 from vllm_pd.transfer.choice import NIXL, TransportChoice, TransportKind
 from vllm_pd.transfer.cores import leave_model_cores
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views, distinct_caches
+from vllm_pd.transfer.mixed import mixed_blocks, mixed_name
 from vllm_pd.transfer.nixl.devices import only_network
 from vllm_pd.transfer.plan import head_range, said_regions
 from vllm_pd.transfer.ranks.gather import RankTransfers
@@ -82,6 +84,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     engine: str  # Fingerprint.engine, without what is beside the KV
     kv_dtype: str = ""  # of the cache, as the model's layers have chosen it
     index: str = ""  # who has written what is beside the KV, and in which type; "" where nothing is
+    mixed: str = ""  # `transfer.mixed.mixed_name`, where layers of several shapes share blocks
     node: int = 0
     remote: RankAddress | None = None  # where it is, on another node than EngineCore's
     same: tuple[tuple[str, str], ...] = ()  # there: what must be as it is on EngineCore's node, by name
@@ -91,11 +94,13 @@ class RankWorker:
     """The worker role of the connector. One in each worker process. All methods are for the worker's main thread."""
 
     def __init__(self, vllm_config: VllmConfig, state_layers: Collection[str] = (),
-                 index_layers: Collection[str] = ()) -> None:
+                 index_layers: Collection[str] = (), mixed_groups: Mapping[str, int] | None = None) -> None:
         """`state_layers`: the names of those that have a recurrent state, and no KV. `index_layers`: of those that are
-        an index beside another's KV."""
+        an index beside another's KV. `mixed_groups`: if layers of several shapes share blocks, the number of each
+        one's group."""
         self._config = vllm_config
         self._state_layers, self._index_layers = frozenset(state_layers), frozenset(index_layers)
+        self._mixed_groups = mixed_groups or {}
         self._tp = vllm_config.parallel_config.tensor_parallel_size
         self._drafts = keeps_kv(vllm_config)
         if vllm_config.lora_config is not None and vllm_config.device_config.device_type == "cpu":
@@ -115,6 +120,13 @@ class RankWorker:
             raise ConfigError("kv_cache", "registered twice", "an engine that replaces its cache can't transfer it")
         stage = get_pp_group().rank_in_group
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
+        if self._mixed_groups:
+            blocks = mixed_blocks(kv_caches, self._config.cache_config.num_gpu_blocks)
+            heads = head_range(self._rank % self._tp, self._tp, self._cache_heads)
+            self._open([blocks], describe_views([blocks], num_blocks=blocks.shape[0], block_size=1,
+                                                first_head=heads.start),
+                       kv_caches, mixed=mixed_name(kv_caches, self._mixed_groups))
+            return
         states = {name: cache for name, cache in kv_caches.items() if name in self._state_layers}
         beside = {name: cache for name, cache in kv_caches.items() if name in self._index_layers}
         views = distinct_caches({name: cache for name, cache in kv_caches.items()
@@ -131,6 +143,12 @@ class RankWorker:
                 raise ConfigError("kv_cache", f"{len(regions)} caches beside the KV", f"{error}: such a layout is not "
                                   "transferred; set VLLM_KV_CACHE_LAYOUT to LBHNC or BLHNC") from error
             all_views += beside.values()
+        self._open(all_views, description, views,
+                   f"{engine_name(self._config, beside)} in {index_type()}" if beside else "")
+
+    def _open(self, views: list[torch.Tensor], description: CacheDescription, layers: Collection[str], index: str = "",
+              mixed: str = "") -> None:
+        """Listen, with what is known of the cache. `layers`: the names of those with KV."""
         enter = leave_model_cores
         if description.memory is Memory.VRAM:
             import torch
@@ -138,15 +156,14 @@ class RankWorker:
             enter = functools.partial(torch.cuda.set_device, description.device_id)  # UCX goes by the thread's device
         self._steps = ComputedSteps(self._device)
         node, port, same = self._config.parallel_config.node_rank_within_dp, None, ()
-        engine = engine_name(self._config, views)
-        index = f"{engine_name(self._config, beside)} in {index_type()}" if beside else ""
+        engine = engine_name(self._config, layers)
         if node:
             port, same = self._listen(), node_settings(self._config, description, engine)
-        self._server = RankServer(lambda order: self._attach(order, all_views, description),
+        self._server = RankServer(lambda order: self._attach(order, views, description),
                                   {os.getpid(), parent_pid()}, enter, port)
         self._handshake = RankHandshake(
             msgspec.structs.astuple(this_process()), b"" if node else self._server.address,
-            msgspec.msgpack.encode(description), engine, self._config.cache_config.cache_dtype, index, node,
+            msgspec.msgpack.encode(description), engine, self._config.cache_config.cache_dtype, index, mixed, node,
             port.address if node else None, same)
 
     def handshake(self) -> RankHandshake | None:
@@ -197,6 +214,12 @@ class RankWorker:
                               f"{self._rank}", f"{len(layers)} of {len(heads)} were expected there")
         return description
 
+    @property
+    def _cache_heads(self) -> int:
+        """The heads of all ranks' caches together, as transfers know them: where whole blocks go, a rank has one."""
+        config = self._config
+        return self._tp if self._mixed_groups and not config.model_config.use_mla else total_kv_heads(config)
+
     def _listen(self) -> RankPort:
         """Where EngineCore connects, and the lifeline, on another node: at the address of this node's `bind`, at its
         port and at `lifeline_port`, each with the rank's number on this node added, or at free ports."""
@@ -221,18 +244,18 @@ class RankWorker:
         if parallel.node_rank_within_dp:
             choice = msgspec.structs.replace(choice, host=own_settings(self._config).transport_host)
         transport = choice.make(rank_name(order.incarnation, self._rank), views, description, order.receives)
-        ranked = RankedTransport(transport, self._rank, self._tp, total_kv_heads(self._config))
+        ranked = RankedTransport(transport, self._rank, self._tp, self._cache_heads)
         return StepOrderedTransfer(TransferWorker(ranked, rank=self._rank), self._steps), transport.metadata()
 
 
 def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[int, int], RankHandshake],
                  transport: TransportChoice = NIXL,
                  is_read: bool = False,
-                 windows: tuple[int, ...] = (),
+                 rows: BlockRows | None = None,
                  states: str = "",
                  lost: Callable[[str], None] = logger.error) -> tuple[Member, bytes, RemoteEngineTransfer]:
     """Attach EngineCore to its ranks. `handshakes` by pipeline stage and tensor-parallel rank, as vLLM has them.
-    `is_read`: peers may read from a prefill engine, too. `windows`: of the groups of blocks (`protocol.rows`).
+    `is_read`: peers may read from a prefill engine, too. `rows`: how its layers are grouped; None: in one group.
     `states`: what a block of those with states holds. `lost` is called, in any thread, with what has happened to a rank
     on another node, or to its guardian, if that is gone: the executor does not see it. It must not block.
 
@@ -260,9 +283,13 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     if len(indexes) > 1:
         raise ConfigError("attention backend", indexes, "the indexes of all ranks must have the same")
     engine = f"{ranks[0].engine}, beside KV {beside} by {indexes[0]}" if beside else ranks[0].engine
+    if len({rank.mixed for rank in ranks}) > 1:
+        raise ConfigError("kv_cache", sorted({rank.mixed for rank in ranks}), "blocks of all ranks must hold the same")
+    states = states or ranks[0].mixed
     chosen = FP8_DS_MLA if ranks[0].kv_dtype == FP8_DS_MLA else ""  # only this one makes blocks of another size
     member = local_member(role, msgspec.structs.replace(
-        fingerprint(vllm_config, stages[0], engine, windows, states, chosen),
+        fingerprint(vllm_config, stages[0], engine, rows or BlockRows(vllm_config.cache_config.block_size), states,
+                    chosen),
         layers=sum(stage.layers for stage in stages), transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     remote = {number: rank.remote for number, rank in enumerate(ranks) if rank.remote is not None}
