@@ -97,7 +97,7 @@ def test_b101_compressed_attention_is_refused_on_v0():
 def test_b101_layers_of_several_shapes_where_all_are_in_each_block(monkeypatch, order, is_cpu, fits):
     """By what is asked for: on a CPU vLLM has no such order unless a backend of one's own has."""
     monkeypatch.setattr("vllm.envs.VLLM_KV_CACHE_LAYOUT", order)
-    monkeypatch.setattr("vllm.platforms.current_platform", namespace(is_cpu=lambda: is_cpu))
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
     config = v1(use_mla=False, swa_head_dim=64, head_dim=32)
     if fits:
         check_layers(config, with_bytes=True)

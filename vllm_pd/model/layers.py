@@ -73,7 +73,8 @@ def check_layers(config: VllmConfig, with_bytes: bool = False) -> None:
             raise ConfigError(key, values[0], f"{ONE_SHAPE}{other} is {values[1]}{or_order}")
     groups = _heads_in_groups(model)
     if len(groups) > 1:
-        raise ConfigError("block_configs", f"n_heads_in_group {sorted(groups)}", f"{ONE_SHAPE}here KV heads differ{or_order}")
+        raise ConfigError("block_configs", f"n_heads_in_group {sorted(groups)}",
+                          f"{ONE_SHAPE}here KV heads differ{or_order}")
 
 
 def check_v1_layers(config: VllmConfig) -> None:
