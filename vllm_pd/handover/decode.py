@@ -78,7 +78,6 @@ class DecodeHandover(ABC, Generic[R]):
         self._deadline_s = config.attempt_deadline_s
         self._metaservers = frozenset(config.metaserver_urls)
         self._warned_of_url = False
-        self._batch_tokens = capacity.batch_tokens
         self._requests: weakref.WeakKeyDictionary[R, RemoteRequest] = weakref.WeakKeyDictionary()
         self._attempts: dict[Attempt, RemoteAttempt] = {}
         self._resuming: list[R] = []  # their KV has come; they have no token yet
@@ -101,10 +100,8 @@ class DecodeHandover(ABC, Generic[R]):
     def debug_state(self) -> dict[str, int]:
         """How many attempts have blocks, how many of them failed and were not given back, and how many requests wait
         for their first token: for tests and chaos. All are 0 at rest."""
-        return {"held_blocks": len(self._attempts),
-                "given_up": sum(attempt.stage is AttemptStage.FAILED or attempt.released
-                                for attempt in self._attempts.values()),
-                "resumed": len(self._resuming)}
+        return {"held_blocks": len(self._attempts), "resumed": len(self._resuming),
+                "given_up": sum(attempt.is_given_up for attempt in self._attempts.values())}
 
     def decide_and_commit(self, request: R, cached_tokens: int) -> Attempt | None:
         """The attempt under which the prompt is to be prefilled elsewhere, or None. For a scheduler that
@@ -206,7 +203,7 @@ class DecodeHandover(ABC, Generic[R]):
         if remote.hold is not None:
             hold, remote.hold = remote.hold, None
             self._session.claim_hold(attempt, hold, token_digest(prompt, scope), list(block_ids),
-                                      cached_blocks, self._time_left_s(remote))
+                                      cached_blocks, remote.time_left_s(self._deadline_s))
             return
         if self.send_grants is not None:
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
@@ -216,7 +213,7 @@ class DecodeHandover(ABC, Generic[R]):
         if (next_token := self._next_token(request)) is not None:
             more["next_token"] = next_token
         self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers,
-                              self._time_left_s(remote), self._priority(request), scope, **more)
+                              remote.time_left_s(self._deadline_s), self._priority(request), scope, **more)
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
@@ -326,7 +323,7 @@ class DecodeHandover(ABC, Generic[R]):
         tokens = 0
         for attempt, request in local:
             tokens += self._num_tokens(request)
-            if tokens > self._batch_tokens and request is not local[0][1]:
+            if tokens > self._capacity.batch_tokens and request is not local[0][1]:
                 break
             self._batch.append(request)
             self._give_back(attempt, progress)
@@ -363,10 +360,7 @@ class DecodeHandover(ABC, Generic[R]):
     # Inside.
 
     def _request(self, request: R) -> RemoteRequest:
-        remote = self._requests.get(request)
-        if remote is None:
-            remote = self._requests[request] = RemoteRequest()
-        return remote
+        return self._requests.setdefault(request, RemoteRequest())
 
     def _note_decision(self, request: R, decision: Decision, where: str) -> int:
         """Count the decision, remember and log it. Returns the prompt's tokens; those to compute where `expected` has
@@ -455,9 +449,6 @@ class DecodeHandover(ABC, Generic[R]):
         self._attempts.pop(attempt, None)
         progress.finished_transfers.append(attempt)
 
-    def _time_left_s(self, remote: RemoteRequest) -> float:
-        return self._deadline_s - (time.monotonic() - remote.began_at if remote.began_at is not None else 0.0)
-
     def _decide(self, request: R, cached_tokens: int, remote: RemoteRequest, avoid: tuple[str, ...], view: QueueView,
                 parked_blocks: int, parked_requests: int) -> Decision:
         """Apply the policy, with the `view` of the prefill engines but those to `avoid`. `parked_blocks` and
@@ -471,7 +462,7 @@ class DecodeHandover(ABC, Generic[R]):
                             blocks=rows.count(tokens, cached_blocks) - cached_blocks,
                             can_go_remote=self._can_go_remote(request),
                             attempts_made=attempts,
-                            time_left_s=self._time_left_s(remote),
+                            time_left_s=remote.time_left_s(self._deadline_s),
                             broker_up=view.broker_up,
                             prefill_peers=view.prefill_peers,
                             queue_length=view.queue_length,
@@ -519,8 +510,7 @@ class DecodeHandover(ABC, Generic[R]):
         if timings.measured:
             self._session.note_prompt(request_of(attempt), timings=timings)
             self._metrics.transfer_bytes(timings.bytes)
-            for stage, seconds in (("queue", timings.queue_s), ("claim", timings.claim_s),
-                                   ("prefill", timings.prefill_s), ("transfer", timings.transfer_s)):
+            for stage, seconds in timings.stages():
                 self._metrics.handover(stage, seconds)
 
     # What a binding knows of its engine.

@@ -94,6 +94,14 @@ class PrefillCapacity:
         return self.draft_blocks + sum(self._blocks_of_group(tokens, window, self.rows.size(group))
                                        for group, window in enumerate(self.rows.windows or (0, )))
 
+    def check_room(self, tokens: int, claimed_blocks: int, lasting: int) -> None:
+        """Raises ValueError for a prompt of so many tokens that can't have its blocks: `lasting` are set aside until
+        transfers or peers have ended, of which it can use `claimed_blocks`."""
+        needed, kept_free = self.blocks_of(tokens), 1 + self.total_blocks // 100  # by V0; V1 has one that is nobody's
+        if lasting and needed - claimed_blocks > self.total_blocks - lasting - kept_free:
+            raise ValueError(f"it needs {needed} blocks, and of {self.total_blocks} {lasting} are set aside until "
+                             "transfers or peers have ended")
+
     def _blocks_of_group(self, tokens: int, window: int, size: int) -> int:
         if window and self.rows.state_tokens:
             return min(-(-tokens // size), STATE_BLOCKS + self.steps)

@@ -65,7 +65,6 @@ class PrefillHandover(ABC):
         self._speed = speed
         self._metrics = metrics
         self._max_jobs = config.max_prefill_jobs
-        self._total_blocks = capacity.total_blocks
         self._most_reading_blocks = int(config.max_parked_fraction * capacity.total_blocks)
         self.quarantined_blocks = 0  # which peers may still write, as a decode engine
         self._order = config.job_order
@@ -529,12 +528,8 @@ class PrefillHandover(ABC):
         """Raises ValueError for a job that would wait until a peer dies: another prefill engine may have room. Its
         prefix hit of `cached_blocks` may be in blocks that a decode engine has claimed."""
         stopping = sum(one.held_blocks for one in self._jobs.values() if one.cancelled)
-        lasting, needed = self._lasting_blocks + stopping, self._capacity.blocks_of(job.tokens)
-        kept_free = 1 + self._total_blocks // 100  # by V0; V1 has one block that is nobody's
-        new = needed - min(cached_blocks, self._session.lasting_hold_blocks())
-        if lasting and new > self._total_blocks - lasting - kept_free:
-            raise ValueError(f"it needs {needed} blocks, and of {self._total_blocks} {lasting} are set aside until "
-                             "transfers or peers have ended")
+        cached_blocks = min(cached_blocks, self._session.lasting_hold_blocks())
+        self._capacity.check_room(job.tokens, cached_blocks, self._lasting_blocks + stopping)
 
     def _refuse(self, attempt: Attempt, problem: str) -> None:
         logger.warning("job %s can't run here: %s", attempt, problem)

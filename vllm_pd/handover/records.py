@@ -2,6 +2,7 @@
 """What `vllm_pd.handover.decode` knows of its prompts and their attempts, and of its engine."""
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,6 +24,10 @@ class RemoteRequest:
     hold: Attempt | None = None  # to be claimed when it is parked
     metaserver: str | None = None  # where the job of its present attempt is posted
 
+    def time_left_s(self, deadline_s: float) -> float:
+        """Of the time that all its attempts together may take."""
+        return deadline_s - (time.monotonic() - self.began_at if self.began_at is not None else 0.0)
+
 
 class AttemptStage(Enum):
     """What became of an attempt here."""
@@ -40,6 +45,11 @@ class RemoteAttempt:
     tokens: int
     stage: AttemptStage = AttemptStage.PARKED
     released: bool = False  # no peer will write the blocks any more, but its request has them still
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its request will not get the KV by it, and has not been given back to the scheduler."""
+        return self.stage is AttemptStage.FAILED or self.released
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,11 @@ class Timings(msgspec.Struct, frozen=True, array_like=True):
     measured: bool = False
     last_bytes: Count = 0
 
+    def stages(self) -> tuple[tuple[str, float], ...]:
+        """The name and the seconds of each stage."""
+        return (("queue", self.queue_s), ("claim", self.claim_s), ("prefill", self.prefill_s),
+                ("transfer", self.transfer_s))
+
 
 class DenyReason(StrEnum):
     """Why a claim was not granted: D's reasons, and TOKENS of P alone, for a hold of another prompt."""
