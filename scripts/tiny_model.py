@@ -3,6 +3,7 @@
 """Make a tiny random Llama for tests that need an engine but no sense in its answers.
 
     python scripts/tiny_model.py DEST --tokenizer MODEL [--experts N | --latent | --drafter | --states mamba | conv]
+                                                      [--kv-heads N]
 
 4 layers, 8 query and 4 KV heads of size 32, the vocabulary and the tokenizer of MODEL (the real small model's
 folder); weights from a fixed seed, about 30 MB in bfloat16. With --experts a tiny Mixtral: 2 layers, of whose N experts
@@ -38,14 +39,14 @@ STATES = {
 
 
 def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False, layers: int = 4,
-         states: str = "") -> None:
+         states: str = "", kv_heads: int = 4) -> None:
     import torch
     import transformers
     from transformers import AutoConfig
 
     real = AutoConfig.from_pretrained(tokenizer)
     name = "DeepseekV2" if latent else "Mixtral" if experts else "Llama"
-    shape = {"num_key_value_heads": 4, "head_dim": 32}
+    shape = {"num_key_value_heads": kv_heads, "head_dim": 32}
     if experts:
         shape |= {"num_local_experts": experts, "num_experts_per_tok": 2}
     if states:
@@ -78,13 +79,13 @@ def make(tokenizer: Path, dest: Path, experts: int = 0, latent: bool = False, la
             shutil.copy(tokenizer / name, dest / name)
 
 
-def make_drafter(tokenizer: Path, dest: Path) -> None:
+def make_drafter(tokenizer: Path, dest: Path, kv_heads: int) -> None:
     """The tiny Llama with one layer, as a checkpoint of an EAGLE head has it: without embeddings, which are the
     target's, and with a layer that joins those and the target's last hidden states."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    make(tokenizer, dest, layers=1)
+    make(tokenizer, dest, layers=1, kv_heads=kv_heads)
     file = dest / "model.safetensors"
     head = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()
             if name.startswith("model.layers.")}  # fmt: skip
@@ -104,6 +105,7 @@ def main() -> int:
     kind.add_argument("--latent", action="store_true", help="a model with multi-head latent attention instead")
     kind.add_argument("--drafter", action="store_true", help="a drafter for the tiny Llama instead")
     kind.add_argument("--states", choices=sorted(STATES), default="", help="a model with recurrent states instead")
+    parser.add_argument("--kv-heads", type=int, default=4, metavar="N", help="of a Llama, a Mixtral or a drafter (4)")
     args = parser.parse_args()
     if args.dest.exists() and (not args.dest.is_dir() or any(args.dest.iterdir())):
         parser.error(f"DEST {args.dest}: name a folder that does not exist or is empty")
@@ -111,9 +113,9 @@ def main() -> int:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     if args.drafter:
-        make_drafter(args.tokenizer, partial)
+        make_drafter(args.tokenizer, partial, args.kv_heads)
     else:
-        make(args.tokenizer, partial, args.experts, args.latent, states=args.states)
+        make(args.tokenizer, partial, args.experts, args.latent, states=args.states, kv_heads=args.kv_heads)
     os.rename(partial, args.dest)
     return 0
 

@@ -222,6 +222,25 @@ def test_b69_a_window_shorter_than_a_block_needs_the_last_one():
     assert engine.hits() == 0
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_b69_a_group_with_blocks_of_another_size_is_left_out(first):
+    """As of compressed attention: its blocks have names that say nothing of those of the others. The hit is that of
+    the rest."""
+    engine = Engine()
+
+    def of_another_size():
+        half = SIZE // 2
+        engine.holdings.apply(StoredMap([5, 6], None, TEXT[:2 * half], half, group_idx=0,
+                                        kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=half))
+
+    for event in [of_another_size, lambda: engine.whole(range(6))][::1 if first else -1]:
+        event()
+    assert engine.hits() == 6 and len(engine.notes) == 1 and "its blocks are left out" in engine.notes[0]
+    engine.window([4, 5], end=6, group=2)
+    engine.removed(0, [5])
+    assert engine.hits() == 6 and engine.hits(5) == 0
+
+
 def test_b69_after_all_is_cleared_the_groups_are_known_still():
     engine = Engine()
     engine.window([4, 5], end=6)

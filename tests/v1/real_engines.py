@@ -85,6 +85,15 @@ def note_drafts(file: str) -> None:
     GPUModelRunner.propose_draft_token_ids = noting
 
 
+def lay_all_layers_into_blocks() -> None:
+    """From now on an engine that is forked from this process keeps all layers side by side in each block, as vLLM does
+    on GPUs, where they may then differ in shape. Its kernels for the CPU take the distance of blocks as it is."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda backend: (KVCacheLayout.BLHNC, ))
+    os.environ["VLLM_KV_CACHE_LAYOUT"] = "BLHNC"
+
+
 def register_loader(folder: str) -> None:
     """From now on an engine that is forked from this process knows the load format `elsewhere`, which reads the weights
     of this folder, whichever the model is."""
@@ -105,10 +114,11 @@ def register_loader(folder: str) -> None:
 
 def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts: str | None = None,
           beside: dict[str, Any] | None = None, weights: str | None = None, known: str | None = None,
-          **arguments: Any) -> None:
+          is_mixed: bool = False, **arguments: Any) -> None:
     """The child: an engine that answers what comes over the connection. `role` None: without disaggregation. `drafts`:
     the file of `note_drafts`. `weights`: the folder of `register_loader`, which is used then. `beside`: a connector
-    beside ours, which D names first, and P last. `known`: the file of `draft_known`."""
+    beside ours, which D names first, and P last. `known`: the file of `draft_known`. `is_mixed`: all layers are in each
+    block."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -123,6 +133,8 @@ def serve(connection, role: str | None, extra: dict[str, Any], log: str, drafts:
         note_drafts(drafts)
     if known is not None:
         draft_known(known)
+    if is_mixed:
+        lay_all_layers_into_blocks()
     if weights is not None:
         register_loader(weights)
         arguments["load_format"] = "elsewhere"

@@ -153,6 +153,22 @@ def test_b114_b20_requests_that_need_a_block_more_when_they_are_resumed(model_fo
             engine.check_at_rest()
 
 
+@pytest.mark.parametrize("windows, sizes", [SIZED[0], *MIXED])
+def test_b114_nobody_waits_for_a_hit_that_will_not_be(model_folder, windows, sizes):
+    """Two equal prompts at a time. With blocks of several sizes what comes for the first is rarely a hit."""
+    engine = WindowEngine(model_folder, windows=windows, sizes=sizes, blocks=256)
+    for name in ("first", "second"):
+        engine.add(name, prompt_of(100), 4)
+    engine.run()
+    assert len(engine.protocol.jobs) == (2 if sizes else 1)
+    for _ in range(2):
+        for name in engine.binding.remote_prefills.parked_ids():
+            engine.prefilled(name)
+        engine.run()
+    engine.check_answers()
+    engine.check_at_rest()
+
+
 def settings(seed: int, in_flight: int, windows: tuple[int, ...], sizes: tuple[int, ...], drafter: str):
     """Of an engine that a history is played on."""
     drawn, steps = history(seed)

@@ -6,6 +6,8 @@ tokens: tests/v1/test_real_engines.py.
 """
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,21 +22,35 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0, "push_chunks": True,
             "prefill_step_s": 30.0}  # P's steps are as long as the stock engine's on a busy machine, too
 HEAD = Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-eagle")
+TINY = Path(__file__).parents[2] / "scripts" / "tiny_model.py"
 BLOCK, STEP, TOKENS = 32, 256, 6
 LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(({}, 0.1), marks=pytest.mark.heavy), (WINDOWS, 0.05)],
-                ids=["one-group", "windows"])
+@pytest.fixture(scope="module")
+def narrow_head(tmp_path_factory) -> Path:
+    """A head with half as many KV heads as the model."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-eagle"
+    subprocess.run([sys.executable, TINY, folder, "--tokenizer", os.environ["VLLM_PD_MODEL"], "--drafter", "--kv-heads",
+                    "2"], check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[pytest.param(({}, 0.1), marks=pytest.mark.heavy),
+                                        pytest.param((WINDOWS, 0.05), marks=pytest.mark.heavy),
+                                        ({**WINDOWS, "is_mixed": True}, 0.1)],
+                ids=["one-group", "windows", "other-heads"])
 def engines(logs, request):
     """A stock engine and D, with a P, all with the same head; P drafts fewer tokens. And which share of drafts may
     differ. With windows the head's layer is in one of two groups with full attention, beside one of a window of 64
-    tokens; of 78 drafts 8 differ there if P does not use the prompt's last token."""
+    tokens; of 78 drafts 8 differ there if P does not use the prompt's last token. Where the head has fewer KV heads
+    than the model, all layers are in each block."""
     broker, (more, share) = BrokerProcess(), request.param
+    head = request.getfixturevalue("narrow_head") if "is_mixed" in more else HEAD
     for name in ("stock", "p", "d"):
         (logs / f"{name}.drafts").write_text("", encoding="utf-8")
     made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, drafts=str(logs / f"{name}.drafts"),
-                       speculative_config={"method": "eagle", "model": str(HEAD), "num_speculative_tokens": tokens},
+                       speculative_config={"method": "eagle", "model": str(head), "num_speculative_tokens": tokens},
                        max_num_batched_tokens=STEP, max_model_len=1024, **more)
             for role, name, tokens in ((None, "stock", 3), ("kv_producer", "p", 2), ("kv_consumer", "d", 3))]
     for one in made:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from vllm_pd.errors import ConfigError, TransferError
 from vllm_pd.extras import require_extra
 from vllm_pd.model.installation import version_of
-from vllm_pd.model.layers import check_layers
+from vllm_pd.model.layers import check_layers, is_compressed
 from vllm_pd.rpc.addresses import AUTO, is_loopback, look_up_broker
 from vllm_pd.rpc.locality import is_own
 from vllm_pd.rpc.ports import require_free
@@ -70,7 +70,7 @@ def check_model(config: VllmConfig, with_states: bool = False, with_bytes: bool 
         if refused:
             raise ConfigError(key, model.model, cure)
     check_layers(config, with_bytes)
-    if config.cache_config.sliding_window is not None:  # last: it has a cure that keeps the model
+    if config.cache_config.sliding_window is not None and not is_compressed(config):  # last: a cure keeps the model
         raise ConfigError("sliding_window", config.cache_config.sliding_window,
                           "add --disable-sliding-window: blocks that slide out have no place in the peer's table")
 

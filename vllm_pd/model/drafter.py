@@ -2,8 +2,9 @@
 """The drafter of speculative decoding, as far as it concerns KV that goes from one V1 engine to another.
 
 A drafter that guesses by tokens alone has no state: the decode engine has the whole prompt, and its prefill engines
-need none. One that is a model has layers of its own. Where their KV has the target's shape, V1 keeps it in the target's
-blocks, so it is registered, sent, held and read as that of any other layer. Then both engines must have the same
+need none. One that is a model has layers of its own. Where their KV has the target's shape, or all layers are in each
+block (`vllm_pd.transfer.mixed`), V1 keeps it in the target's blocks, so it is registered, sent, held and read as that
+of any other layer. Then both engines must have the same
 drafter, or its KV of a prompt is missing or another's: every answer would be right, and fewer drafts accepted, which
 nobody would see. So it is in the fingerprint. How many tokens are drafted at a time is each engine's own matter, but
 beside recurrent states, whose size depends on it.
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.fingerprint import IGNORED_KEYS, digest_settings, pin_files
+from vllm_pd.model.layers import may_be_mixed
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -63,9 +65,10 @@ def check_drafter(config: VllmConfig) -> None:
         raise ConfigError("speculative_config.kv_cache_dtype", own,
                           f"remove it: a drafter's KV goes with the target's, whose type is {target}")
     drafters, targets = _kv_shape(drafting.draft_model_config), _kv_shape(config.model_config)
-    if drafters != targets:
+    if drafters != targets and not may_be_mixed(config):
         raise ConfigError("speculative_config.model", drafting.draft_model_config.model, "use a drafter whose KV has "
-                          f"the target's shape: (KV heads, head size) are {drafters}, of the target {targets}")
+                          f"the target's shape: (KV heads, head size) are {drafters}, of the target {targets}; or set "
+                          "VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backends have it")
 
 
 def keeps_kv(config: VllmConfig) -> bool:

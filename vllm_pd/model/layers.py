@@ -52,8 +52,8 @@ def check_layers(config: VllmConfig, with_bytes: bool = False) -> None:
     for key, cure in _OTHER_STATE.items():
         if getattr(model, key, None):
             raise ConfigError(key, getattr(model, key), cure)
-    on_v1, may_differ = with_bytes, with_bytes and _may_be_mixed(config)
-    if getattr(model, COMPRESSED_KEY, None) and not may_differ:
+    on_v1, may_differ = with_bytes, with_bytes and may_be_mixed(config)
+    if is_compressed(config) and not may_differ:
         raise ConfigError(COMPRESSED_KEY, getattr(model, COMPRESSED_KEY), "use V1, or serve a model without compressed "
                           "attention: its layers have more than one kind of KV")
     with_bytes = with_bytes and config.model_config.use_mla
@@ -89,7 +89,7 @@ def check_v1_layers(config: VllmConfig) -> None:
     shapes = config.model_config.model_arch_config
     each = [shapes[layer] for layer in range(shapes.total_num_hidden_layers)]
     kinds = {(layer.total_num_kv_heads, layer.head_size) for layer in each}
-    if len(kinds) > 1 and not _may_be_mixed(config):
+    if len(kinds) > 1 and not may_be_mixed(config):
         raise ConfigError("model", config.model_config.model, f"{ONE_SHAPE}here (KV heads, head size) are "
                           f"{sorted(kinds)}; or set VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backend has it")
 
@@ -115,15 +115,21 @@ def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = Fals
 
 
 def check_index(config: VllmConfig, has_store: bool, is_offloading: bool = False) -> None:
-    """What can't be together with sparse attention by an index. Raises ConfigError."""
-    if not _has_index(config):
+    """What can't be together with sparse attention by an index, or with compressed attention. Raises ConfigError."""
+    compressed = is_compressed(config)
+    if not _has_index(config) and not compressed:
         return
+    stages = config.parallel_config.pipeline_parallel_size
     of_layers = f"the index that the layers of {config.model_config.model} have beside their KV"
     for key, value, cure in (
         ("store", has_store, f"leave it out: the store keeps KV, and not {of_layers}"),
         ("OffloadingConnector", is_offloading, f"leave it out: it was not tried with {of_layers}"),
         ("hisparse_config", config.attention_config.hisparse_config,
          f"remove it: it has the KV in the host's memory, and {of_layers} on the device"),
+        ("pipeline_parallel_size", compressed and stages > 1 and stages,
+         "use 1: stages of a model with compressed attention were not tried"),
+        ("disable_hybrid_kv_cache_manager", compressed and config.scheduler_config.disable_hybrid_kv_cache_manager,
+         "leave --disable-hybrid-kv-cache-manager away: compressed attention needs groups of its own"),
     ):
         if value:
             raise ConfigError(key, value, cure)
@@ -244,14 +250,19 @@ def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
-def _may_be_mixed(config: VllmConfig) -> bool:
+def may_be_mixed(config: VllmConfig) -> bool:
     """Whether V1 may lay all layers into each block: by the order that the user has asked for, or that our connector
     asks for, but on a CPU, whose attention has no such order. That of compressed attention has no other."""
     from vllm import envs
     from vllm.platforms import current_platform
     asked = envs.VLLM_KV_CACHE_LAYOUT
-    return bool(getattr(config.model_config.hf_text_config, COMPRESSED_KEY, None)
-                or (asked.startswith("B") if asked else not current_platform.is_cpu()))
+    return bool(is_compressed(config) or (asked.startswith("B") if asked else not current_platform.is_cpu()))
+
+
+def is_compressed(config: VllmConfig) -> bool:
+    """Whether the model has compressed attention: its layers keep one state for several tokens, a window, and others
+    beside them, in groups of their own."""
+    return bool(getattr(config.model_config.hf_text_config, COMPRESSED_KEY, None))
 
 
 def _has_index(config: VllmConfig) -> bool:

@@ -259,8 +259,9 @@ class ParkedRequests(DecodeHandover["Request"]):
         """Whether a peer prefills blocks for another request that are this one's prefix hit later: so go the samples of
         a request with n > 1. No prompt waits that is to stay here anyway, or lacks only its last block, or has its turn
         after a fallback: others wait for it. One that is held waits only while another reads what is held. A state that
-        comes is a hit only at the end of a block, so with states nobody waits."""
-        if self._rows.state_tokens:
+        comes is a hit only at the end of a block, and a window only where blocks of all sizes end, so with states, or
+        with such sizes, nobody waits."""
+        if self._rows.state_tokens or self._rows.sizes:
             return False
         hashes, is_held = request.block_hashes, decision.reason is Reason.HELD
         return bool(self._caching and hashes and not request.num_output_tokens and not self._has_turn(request)

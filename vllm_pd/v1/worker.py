@@ -121,11 +121,15 @@ class RankWorker:
         stage = get_pp_group().rank_in_group
         self._rank = stage * self._tp + get_tensor_model_parallel_rank()
         if self._mixed_groups:
+            stages = self._config.parallel_config.pipeline_parallel_size
+            if stages > 1:
+                raise ConfigError("pipeline_parallel_size", stages, "use 1: stages of a model whose layers have "
+                                  "several shapes were not tried")
             blocks = mixed_blocks(kv_caches, self._config.cache_config.num_gpu_blocks)
             heads = head_range(self._rank % self._tp, self._tp, self._cache_heads)
             self._open([blocks], describe_views([blocks], num_blocks=blocks.shape[0], block_size=1,
                                                 first_head=heads.start),
-                       kv_caches, mixed=mixed_name(kv_caches, self._mixed_groups))
+                       kv_caches, mixed=f"{mixed_name(kv_caches, self._mixed_groups)}, fp8 as {index_type()}")
             return
         states = {name: cache for name, cache in kv_caches.items() if name in self._state_layers}
         beside = {name: cache for name, cache in kv_caches.items() if name in self._index_layers}

@@ -114,14 +114,14 @@ class Holdings:
     def _stored(self, run: Stored) -> bool:
         """A run of stored blocks. Where a KV cache group's run does not fit the index it is noted and left out; without
         groups, blocks of another size raise PeerMismatch. Returns False if the index could not keep all of them."""
+        size = self._index.block_size or run.block_size
+        if run.group_idx is not None and run.block_size != size:  # it is no group of ours: no hit waits for its blocks
+            self._note(f"KV cache group {run.group_idx} has blocks of {run.block_size} tokens, others have "
+                       f"{size}: its blocks are left out")
+            return True
         group = self._groups.get(run.group_idx or 0) or self._new_group(run)
         if group is None:
             self._note(f"KV cache group {run.group_idx} is one of more than {MAX_GROUPS}: its blocks are left out")
-            return True
-        size = self._index.block_size or run.block_size
-        if run.group_idx is not None and run.block_size != size:
-            self._note(f"KV cache group {run.group_idx} has blocks of {run.block_size} tokens, others have "
-                       f"{size}: its blocks are left out")
             return True
         kept = True
         if group.reach is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.checks import check_features, check_limits
-from vllm_pd.model.layers import check_index, check_states
+from vllm_pd.model.layers import check_index, check_states, is_mixed
 from vllm_pd.v1.plugin import CONNECTOR
 from vllm_pd.v1.settings import OWN_KEY
 
@@ -92,6 +92,8 @@ def check_kept_groups(groups: Sequence[KVCacheGroupSpec]) -> None:
     if len(groups) > 1:
         raise ConfigError("kv_cache_groups", len(groups), "write --disable-hybrid-kv-cache-manager: beside "
                           f"{OFFLOADING} all layers must be in one group of blocks")
+    if is_mixed(groups):
+        raise ConfigError(OFFLOADING, "with layers of several shapes", "leave it out: it was not tried with these")
 
 
 def offloading_config(config: VllmConfig) -> VllmConfig:
