@@ -454,3 +454,6 @@ def _monitors(fleet: Fleet, readers: Readers) -> Iterator[str]:
         asked = re.findall(r'job="([^"]+)"', spec["triggers"][0]["metadata"]["query"])
         if jobs and {*asked} != jobs["decode"]:
             yield f"{name}: it asks for the job {', '.join(asked)}"
+        for other in spec["triggers"][1:]:  # a planner's, which is no part of the chart
+            if other["metadata"]["threshold"] != "1" or 'role="prefill"' not in other["metadata"]["query"]:
+                yield f"{name}: it does not follow the prefill engines that are wanted: {other['metadata']['query']}"

@@ -32,6 +32,7 @@ from tests.v1.simulated import Engine
 from vllm_pd.decisions.policy import Reason
 from vllm_pd.handover import metrics
 from vllm_pd.handover.metrics import HandoverFamilies
+from vllm_pd.ops.planner import PlannerFamilies
 from vllm_pd.peer.degraded import DegradedReason
 from vllm_pd.router.metrics import RouterMetrics
 from vllm_pd.router.routes import FORWARDED
@@ -54,7 +55,7 @@ VARIABLES = panels.variables_of(DASHBOARD)
 
 @pytest.fixture(scope="module")
 def check(model_folder) -> ExpressionCheck:
-    """Knows all that is on the /metrics of an engine of V1 and of a router, and what Prometheus adds."""
+    """Knows all that is on the /metrics of an engine of V1, of a router and of a planner, and what Prometheus adds."""
     jobs = [one["job_name"] for one in yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]]
     added = frozenset({"job", "instance"})
     config = Engine(model_folder).config
@@ -64,7 +65,8 @@ def check(model_folder) -> ExpressionCheck:
     unregister_vllm_metrics()
     ours = HandoverFamilies(by_engine=True)._families()
     router = [one for one in vars(RouterMetrics()).values() if isinstance(one, MetricWrapperBase)]
-    families = {**sample_families([*stock, *ours, *router], added), "up": SampleFamily(added, counts=False)}
+    planner = [one for one in vars(PlannerFamilies()).values() if isinstance(one, MetricWrapperBase)]
+    families = {**sample_families([*stock, *ours, *router, *planner], added), "up": SampleFamily(added, counts=False)}
     values = {
         ("", "job"): jobs,
         ("vllm:pd_decisions_total", "decision"): ("remote", "local", "refused"),
@@ -97,6 +99,7 @@ def test_all_families_are_seen(check):
     assert check.families["vllm:pd_decisions_total"] == SampleFamily(
         frozenset({"model_name", "engine", "decision", "reason", "job", "instance"}), counts=True)
     assert not check.families["vllm:pd_parked_blocks"].counts
+    assert check.families["vllm:pd_wanted_engines"].labels == {"role", "job", "instance"}
     assert check.families["vllm:pd_router_tries_total"].labels == {"worker", "outcome", "job", "instance"}
 
 
@@ -119,7 +122,7 @@ def test_the_variables_are_about_what_there_is(check):
 def test_the_dashboard_can_be_imported():
     """Each panel has a place of its own and an id, and takes its data from the source that is chosen."""
     drawn = DASHBOARD["panels"]
-    assert len({panel["id"] for panel in drawn}) == len(drawn) and 12 <= len(PANELS) <= 18
+    assert len({panel["id"] for panel in drawn}) == len(drawn) and 12 <= len(PANELS) <= 20
     for one, other in combinations([panel["gridPos"] for panel in drawn], 2):
         assert (one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
                 or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"])

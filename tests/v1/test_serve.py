@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -79,7 +80,14 @@ def fleet(collector) -> Iterator[Fleet]:
     traced = ["--otlp-traces-endpoint", f"http://{HOST}:{collector.server_port}/v1/traces"]
     options = UpOptions(os.environ["VLLM_PD_TINY_MODEL"], 1, 2, port=take_free_run(HOST, 4), pd=PD,
                         serve_args=[*SERVE_ARGS, *traced], router=True)
-    with Fleet(plan_fleet(options, (), serve=SERVE), timeout_s=START_S) as running:
+    lines: list[str] = []
+
+    def say(name: str, line: str) -> None:
+        lines.append(line)
+        say_aloud(name, line)
+
+    with Fleet(plan_fleet(options, (), serve=SERVE), timeout_s=START_S, say=say) as running:
+        running.lines = lines
         wait_for(lambda: [(one["state"], (one["events"] or {}).get("state")) for one in workers(running)]
                  == [("up", "live")] * 2, "the router follows both decode engines", timeout_s=START_S)
         yield running
@@ -208,6 +216,28 @@ def test_one_trace_from_the_client_to_the_prefill_engine(fleet, collector):
     assert attributes["pd.peer"].string_value == status_of(fleet.plan.engines[-1].url)["incarnation"]
     assert len({span.trace_id for one in collector.requests for resource in one.resource_spans
                 for scope in resource.scope_spans for span in scope.spans if span.name.startswith("pd_")}) == 1
+
+
+def test_a_collector_that_is_gone_costs_no_request(fleet, collector):
+    """From here on nobody listens at the endpoint, in the tests below, too. Answers are those of a prompt without a
+    trace, and the engines' logs say which endpoint it is."""
+    url, headers = fleet.plan.router.url, {"traceparent": f"00-{'5' * 32}-{'7' * 16}-01"}
+    plain = [text_of(complete(url, prompt(seed, 300))[2]) for seed in (21, 22)]
+    collector.shutdown()
+    collector.server_close()
+    with pytest.raises(OSError):
+        socket.create_connection((HOST, collector.server_port), timeout=5)
+    before = [scrape(engine.url) for engine in fleet.plan.engines]
+    for _ in range(3):
+        for seed, expected in zip((21, 22), plain, strict=True):
+            status, _, answer = complete(url, prompt(seed, 300), **headers)
+            assert status == 200 and text_of(answer) == expected
+        status, _, answer = complete(url, prompt(time.monotonic_ns(), 300), **headers)
+        assert status == 200 and answer["usage"]["completion_tokens"] == 4
+    wait_for(lambda: any("exporting" in line and str(collector.server_port) in line and "refused" in line
+                         for line in list(fleet.lines)), "the log names the endpoint")
+    assert sum(scrape(engine.url).since(one).value("vllm:pd_attempts_total", outcome="done")
+               for engine, one in zip(fleet.plan.engines, before, strict=True)) >= 1
 
 
 def count_asked(urls, before, place, decision):

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A decode engine's spans, as OpenTelemetry's own SDK exports them. Those of real servers: tests/v1/test_serve.py."""
+import logging
+import socket
+import threading
+
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from vllm.tracing.otel import get_span_exporter
 
 from tests.v1.simulated import Engine
 from tests.v1.test_hazards import end, prompt
@@ -162,3 +167,72 @@ def test_attempts_whose_stages_never_come_are_forgotten(monkeypatch, engine, exp
         engine.run()
     end(engine)
     assert len(engine.binding.remote_prefills._spans._untimed) == 3
+
+
+@pytest.fixture
+def listener():
+    """A port where connections are taken and nothing is answered; once it is closed, nobody listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        yield opened
+
+
+@pytest.fixture(params=["grpc", "http/protobuf"])
+def exporter(request, listener, monkeypatch):
+    """vLLM's own exporter to that port, behind OpenTelemetry's queue, here of eight spans. Has `entered`, which is set
+    when it begins to send, and `results`."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", request.param)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "3")
+    exporter = get_span_exporter(f"http://127.0.0.1:{listener.getsockname()[1]}")
+    exporter.entered, exporter.results, export = threading.Event(), [], exporter.export
+
+    def noted(batch):
+        exporter.entered.set()
+        exporter.results.append(export(batch))
+        return exporter.results[-1]
+
+    monkeypatch.setattr(exporter, "export", noted)
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=8, max_export_batch_size=8,
+                                                   schedule_delay_millis=1))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    exporter.provider = provider
+    yield exporter
+    provider.shutdown()
+
+
+def run_remotely(engine) -> None:
+    """Twelve requests, with more spans than that queue has places."""
+    for number in range(0, 12, 4):
+        ids = [f"r{number + more}" for more in range(4)]
+        for more, request_id in enumerate(ids):
+            engine.add(request_id, prompt(100 + number + more), trace_headers=HEADERS)
+        engine.run()
+        for request_id in ids:
+            engine.prefilled(request_id)
+        end(engine)
+
+
+@pytest.mark.parametrize("in_flight", ["sync"], indirect=True)
+def test_a_collector_that_does_not_answer_holds_no_request(engine, exporter):
+    """All requests end while the exporter waits for its first answer. What its queue has no space for is dropped."""
+    engine.add("a", prompt(99), trace_headers=HEADERS)
+    engine.run()
+    assert exporter.entered.wait(60)
+    engine.prefilled("a")
+    run_remotely(engine)
+    assert exporter.results == [], "nothing was sent before all requests had ended"
+    assert not engine.binding.remote_prefills._spans._parked
+
+
+@pytest.mark.parametrize("in_flight", ["sync"], indirect=True)
+def test_a_port_where_nobody_listens_holds_no_request_and_is_named_in_the_log(engine, listener, exporter, caplog):
+    listener.close()
+    with caplog.at_level(logging.WARNING):
+        run_remotely(engine)
+        exporter.provider.shutdown()  # after its last attempt
+    assert exporter.results and not any(result.value == 0 for result in exporter.results)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry")]
+    port = str(exporter._endpoint).rpartition(":")[2].strip("/")
+    assert any("exporting" in line and port in line and "refused" in line for line in lines), lines
+    assert any(line.startswith("Failed to export") for line in lines), lines
+    assert not [record for record in caplog.records if record.exc_info], "no traceback"

@@ -32,6 +32,7 @@ from render_chart import BASE, CHART, FOLDER, NAME, NAMESPACE, PROGRAMS
 from tests.fakes import certificates
 from tests.manifests import OUTSIDE, ROLES, Fleet, Readers, problems
 from vllm_pd.handover.metrics import STAGES, HandoverFamilies
+from vllm_pd.ops.planner import PlannerFamilies
 from vllm_pd.rpc.keys import Keys
 from vllm_pd.rpc.ports import take_free
 from vllm_pd.settings.engine import PDConfig
@@ -45,7 +46,8 @@ POOL = {"picker": {"enabled": True, "inferencePool": True, "args": ["--fallbacks
 EVERYTHING = {"broker": {"embedded": False, "url": "tls://nats.nats:4222", "natsCa": True}, "router": {"enabled": True},
               "picker": {"enabled": True, "replicas": 2, "tls": {"clientCa": True}, "inferencePool": True},
               "networkPolicy": GATEWAYS,
-              "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}}, "keda": {"enabled": True},
+              "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+              "keda": {"enabled": True, "plannerJob": "vllm-pd-planner"},
               "settings": {"ttl_s": 7.5, "max_local_prefill_tokens": "auto", "max_prefill_tokens": 1_000_000},
               "decode": {"args": ["--tensor-parallel-size=2"], "env": [{"name": "UCX_LOG_LEVEL", "value": "warn"}]},
               "prefill": {"capabilities": ["IPC_LOCK"], "pod": {"tolerations": [{"operator": "Exists"}]}}}
@@ -345,6 +347,10 @@ MONITORED: dict[str, tuple[Callable[[Fleet], object], str]] = {
         values=["router", "prefill"]), r"prefill: it is not in one job"),
     "scaled by another fleet": (lambda fleet: trigger(fleet).update(query=trigger(fleet)["query"].replace(
         NAMESPACE, "other")), r"it asks for the job vllm-pd-engine-other-vllm-pd"),
+    "scaled by the decode engines that are wanted": (
+        lambda fleet: fleet.all("ScaledObject")[0]["spec"]["triggers"][1]["metadata"].update(
+            query='max(vllm:pd_wanted_engines{job="vllm-pd-planner",role="decode"})'),
+        r"it does not follow the prefill engines that are wanted: max.*decode"),
     "scaled to nothing": (lambda fleet: fleet.all("ScaledObject")[0]["spec"].update(minReplicaCount=0),
                           r"ScaledObject vllm-pd-prefill: 0 to 8 engines"),
     "a router with another broker": (lambda fleet: container(fleet, "router")["args"].__setitem__(
@@ -549,7 +555,8 @@ def test_jobs_are_those_of_the_alerts_and_the_figure_for_scaling_is_one_of_ours(
     assert jobs == {f"{NAME}-{one}": f"vllm-pd-{one}-{NAMESPACE}-{NAME}" for one in ("engine", "router", "picker")}
     assert patterns and all(re.fullmatch(pattern, job) for pattern in patterns for job in jobs.values())
     [scaled] = fleet.all("ScaledObject")
-    query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+    query, wanted = (one["metadata"]["query"] for one in scaled["spec"]["triggers"])
+    assert wanted == f'max({PlannerFamilies().wanted.describe()[0].name}{{job="vllm-pd-planner",role="prefill"}})'
     [(family, stages)] = re.findall(r'(vllm:\w+)_sum\{job="[^"]+",stage=~"([^"]+)"\}', query)
     assert family == HandoverFamilies(["model_name"]).handover.describe()[0].name and {*stages.split("|")} <= {*STAGES}
 
