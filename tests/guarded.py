@@ -67,7 +67,8 @@ def rank(kind: str) -> None:
     name = uuid.uuid4().hex
     lifeline = Lifeline(name, HOST)
     port = RankPort(HOST, 0, lifeline, lifeline.address, name)
-    server = RankServer(lambda order: (NoTransfers(not kind), b"metadata"), (), port=port)
+    server = RankServer(lambda order: (NoTransfers(not kind), b"metadata"), (), port=port,
+                        meeting=lambda: None)
     say(pid=os.getpid(), **to_words(port.address))
     for _ in sys.stdin:
         while server.rank is None:  # it has answered a moment ago

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import struct
 import threading
 import time
+import types
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +17,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.guarded import HOST
+from tests.guarded import HOST, NoTransfers
 from tests.waiting import wait_for
 from vllm_pd.errors import ControlError
 from vllm_pd.peer.liveness.lifeline import GREETING_BYTES, Lifeline, greeting
-from vllm_pd.transfer.ranks import remote
+from vllm_pd.transfer.ranks import process, remote
 from vllm_pd.transfer.ranks.packets import FAREWELL, LAST, MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, MORE, PACKET_BYTES
 from vllm_pd.transfer.ranks.process import AttachRank, RankServer, connect_ranks
 from vllm_pd.transfer.ranks.remote import ENGINE, GUARDIAN, RankAddress, RankEnd, RankPort, TcpPackets, connect_to
@@ -247,7 +249,7 @@ def test_b21_a_rank_elsewhere_to_which_its_engine_can_not_attach_ends(monkeypatc
     def fails(order: AttachRank) -> tuple[Transfers, bytes]:
         raise ValueError("no network card")
 
-    server = RankServer(fails, (), port=port)
+    server = RankServer(fails, (), port=port, meeting=lambda: None)
     guardian = connect_to(1, port.address, GUARDIAN)
     with pytest.raises(ControlError, match="rank 1 can't make its transport: no network card"):
         connect_ranks({1: (0, port.address)}, AttachRank("p", True))
@@ -262,6 +264,65 @@ def test_b21_a_rank_elsewhere_to_which_its_engine_can_not_attach_ends(monkeypatc
     server.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((HOST, urlsplit(lifeline.address).port), 60)
+
+
+@pytest.fixture
+def store() -> Iterator[socket.socket]:
+    """In the place of torch's, in the process of the first node's rank 0."""
+    with socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(60)
+        yield listener
+
+
+class Waiting:
+    """A rank elsewhere that no engine has connected to. `ended`: the exit code of its process."""
+
+    def __init__(self, store: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ended: Future[int] = Future()
+        monkeypatch.setattr(os, "_exit", self.ended.set_result)
+        monkeypatch.setattr(process, "LISTEN_S", 0.1)
+        name = uuid.uuid4().hex
+        lifeline = Lifeline(name, HOST)
+        self.port = RankPort(HOST, 0, lifeline, lifeline.address, name)
+        self.server = RankServer(lambda order: (NoTransfers(), b"metadata"), (), port=self.port,
+                                 meeting=store.getsockname)
+
+
+def test_b21_a_rank_elsewhere_ends_with_the_first_node(store, monkeypatch):
+    """B21: no engine will connect to it. Before that it waits, however long a model is warmed up."""
+    waiting = Waiting(store, monkeypatch)
+    rank_0, _ = store.accept()
+    with pytest.raises(TimeoutError):
+        waiting.ended.result(1.0)
+    rank_0.close()
+    assert waiting.ended.result(60) == 1
+    waiting.server.close()
+
+
+def test_b21_a_rank_elsewhere_of_a_first_node_that_it_can_not_see_waits(monkeypatch, caplog):
+    """That is not known to be its end. B21."""
+    caplog.set_level("WARNING", "vllm.pd")
+    monkeypatch.setattr(logging.getLogger("vllm.pd"), "propagate", True)
+    waiting = Waiting(types.SimpleNamespace(getsockname=lambda: (HOST, 1)), monkeypatch)
+    ends = [waiting.port.address.connect(GUARDIAN)]
+    connections, _ = connect_ranks({1: (0, waiting.port.address)}, AttachRank("p", True))
+    assert "can't see whether the first node runs" in caplog.text and not waiting.ended.done()
+    waiting.server.close()
+    for end in (*ends, *connections.values()):
+        end.close()
+
+
+def test_an_attached_rank_elsewhere_needs_the_store_no_more(store, monkeypatch):
+    """The engine's own connection says more."""
+    waiting = Waiting(store, monkeypatch)
+    rank_0, _ = store.accept()
+    guardian = connect_to(1, waiting.port.address, GUARDIAN)
+    connections, _ = connect_ranks({1: (0, waiting.port.address)}, AttachRank("p", True))
+    rank_0.settimeout(60)
+    assert rank_0.recv(1) == b"" and not waiting.ended.done()
+    waiting.server.close()
+    for one in (rank_0, guardian, *connections.values()):
+        one.close()
 
 
 def test_b21_the_lifeline_greets_while_nobody_has_connected(rank):

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from simulation.engine import Engine as FleetEngine
@@ -63,9 +63,16 @@ class _Protocol:
         return find_call(self.node, name)
 
     def submit(self, attempt, token_ids, block_ids, cached_blocks, avoid=(), deadline_s=None, priority=0,
-               scope=NO_SCOPE):
+               scope=NO_SCOPE, media=()):
         self.jobs[attempt], self.scopes[attempt] = (token_ids, block_ids, cached_blocks), scope
-        self.node.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope)
+        self.node.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope, media)
+
+    def set_scopes(self, scopes: tuple[str, ...]) -> None:
+        """The registry knows them already: they are the node's."""
+        self.node.protocol.prefill.scopes = scopes
+
+    def takes_media(self, media_bytes: int) -> bool:
+        return True
 
 
 class _Access(FakeAccess):
@@ -112,7 +119,7 @@ class V1FleetEngine(FleetEngine):
                  chunk: int, drafter: str = "") -> None:
         super().__init__(node, post)
         self.transfer = _Transfer(self)
-        make = DraftingEngine if drafter else Engine
+        make = DraftingEngine if drafter else self.engine_type()
         self.simulated = make(folder, in_flight, blocks=blocks, caching=caching, batch_tokens=chunk,
                               max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, settings=_settings(node),
                               config=_config(folder, in_flight, blocks, caching, chunk, drafter),
@@ -123,6 +130,10 @@ class V1FleetEngine(FleetEngine):
         self._told: set[str] = set()
         self.landed: collections.Counter[bool] = collections.Counter()  # writes, by whether they were the last ones
         self.wake()
+
+    def engine_type(self) -> Callable[..., Engine]:
+        """What makes the engine without a drafter."""
+        return Engine
 
     # The loop.
 

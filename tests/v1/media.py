@@ -30,7 +30,7 @@ from vllm_pd.protocol.messages import Attempt, Role
 from vllm_pd.protocol.scope import MediaItem, PromptScope
 from vllm_pd.v1.binding import V1Handover
 from vllm_pd.v1.media import MediaBook
-from vllm_pd.v1.media_codec import describe, item_parts, make_item
+from vllm_pd.v1.media_codec import ItemHead, describe, item_parts, make_item
 
 ENCODER = "settings"
 PLACE = 7  # the token id in each placeholder
@@ -136,19 +136,23 @@ class MediaProtocol(FakeProtocol):
         return self.has_room
 
 
+def patterns() -> dict[str, ItemHead]:
+    """What an image of the model consists of."""
+    return {"image": describe(pixels(0), PlaceholderRange(0, 1))[0]}
+
+
 class MediaEngine(Engine):
     """`room`: how many embeddings its encoder makes in a step, and keeps. `longest`: of an image that the model takes,
-    in tokens. `book`: in place of its own."""
+    in tokens. `book`, `protocol`: in place of its own."""
 
     def __init__(self, folder: Path, in_flight: int = 1, *, role: str = "kv_both", room: int = 96,
-                 book: MediaBook | None = None, own_tokens: int = 0, **more: Any) -> None:
+                 book: MediaBook | None = None, own_tokens: int = 0, protocol: Any = None, **more: Any) -> None:
         self.room = room
-        pattern = describe(pixels(0), PlaceholderRange(0, 1))[0]
-        self.book = book or MediaBook(ENCODER, own_tokens, {"image": pattern} if role == "kv_producer" else {})
+        self.book = book or MediaBook(ENCODER, own_tokens, patterns() if role == "kv_producer" else {})
         self._features: dict[str, list[MultiModalFeatureSpec]] = {}  # as the workers have them
         self.encoded: dict[str, list[int]] = {}  # by identifier, as they keep them
         self.images_encoded = 0
-        super().__init__(folder, in_flight, role=role, protocol=MediaProtocol(Role(role)), **more)
+        super().__init__(folder, in_flight, role=role, protocol=protocol or MediaProtocol(Role(role)), **more)
 
     def make_binding(self, *arguments: Any) -> V1Handover:
         self.scheduler.max_num_encoder_input_tokens = self.room

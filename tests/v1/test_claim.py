@@ -286,6 +286,47 @@ def test_b80_offloading_with_which_vllm_replaces_our_connector(monkeypatch, name
             register()
 
 
+IN_FILE = """
+kv-transfer-config:
+  kv_connector: PDConnector
+max-model-len: 512
+"""
+
+
+def at_config(monkeypatch, tmp_path, text: str, *words: str) -> None:
+    """A command line whose file is this."""
+    file = tmp_path / "options.yaml"
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "--config", str(file), *words])
+
+
+@pytest.mark.parametrize("name", ["kv-offloading-size", "kv_offloading_size"])
+def test_b80_offloading_in_a_file_for_config(monkeypatch, tmp_path, name):
+    """B80: the connector and the size, or one of them, and what a broken file has is vLLM's to say."""
+    for text, words in ((f"{IN_FILE}{name}: 4\n", ()), (IN_FILE, ["--kv-offloading-size", "4"]),
+                        (f"{name}: 4.0", ["--kv-transfer-config", '{"kv_connector": "PDConnector"}'])):
+        at_config(monkeypatch, tmp_path, text, *words)
+        with pytest.raises(ConfigError, match="kv_offloading_size='4.*kv-transfer-config.*cpu_bytes_to_use.: 4294"):
+            register()
+    for text in (IN_FILE, f"{name}: 4", f"# {name}: 4{IN_FILE}", f"{IN_FILE}: {name}: 4", f"- PDConnector\n- {name}"):
+        at_config(monkeypatch, tmp_path, text)
+        register()
+
+
+@pytest.mark.parametrize("text, words, is_on", [
+    ("disable-hybrid-kv-cache-manager: true", (), False), ("disable_hybrid_kv_cache_manager: false", (), True),
+    ("no-disable-hybrid-kv-cache-manager: true", (), True), ("max-model-len: 512", (), None),
+    ("disable-hybrid-kv-cache-manager: true", ["--no-disable-hybrid-kv-cache-manager"], True)], ids=str)
+def test_b114_the_hybrid_manager_s_flag_in_a_file_for_config(monkeypatch, tmp_path, text, words, is_on):
+    """B114: the plugin imports our class, as it does for the flag on the command line, which wins."""
+    imported = []
+    monkeypatch.setattr("vllm_pd.v1.plugin.importlib", SimpleNamespace(import_module=imported.append))
+    at_config(monkeypatch, tmp_path, f"{text}{IN_FILE}", *words)
+    assert hybrid_flag() is is_on
+    register()
+    assert imported == ([] if is_on is None else ["vllm_pd.v1.activate"])
+
+
 def test_b80_offloading_where_our_class_was_imported_before():
     """B80: as with full CUDA graphs, also where nothing is on the command line."""
     configure(transfer())
@@ -578,8 +619,10 @@ def test_b101_an_engine_on_several_nodes(node):
     (several("PDConnector", TIER), {}, "nnodes=2.*tensor-parallel ranks of one host"),
     ({}, {"tensor_parallel_size": 1, "data_parallel_size": 2}, "nnodes=2.*one of a data-parallel group"),
     ({"extra": {**BROKER, "step_sync": True}}, {"tensor_parallel_size": 1, "data_parallel_size": 2}, "nnodes=2"),
+    ({}, {"tensor_parallel_size": 1, "pipeline_parallel_size": 2},
+     "pipeline_parallel_size=2.*use 1 with --nnodes 2, and a --tensor-parallel-size of 2"),
     ({}, {"master_addr": "10.9.8.7"}, "bind='tcp://127.0.0.1:0'.*first node is 10.9.8.7.*auto"),
-], ids=["store", "offloading", "groups", "step sync", "loopback"])
+], ids=["store", "offloading", "groups", "step sync", "stages", "loopback"])
 @pytest.mark.parametrize("node", [0, 1])
 def test_b80_several_nodes_with_what_was_not_tried_there(kv, more, words, node):
     """B80: refused on each node, before the model is loaded."""

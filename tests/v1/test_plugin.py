@@ -78,6 +78,19 @@ claim_configurations()
     assert found["changed"] == ["DPEngineCoreProc._init_data_parallel", "VllmConfig._verify_kv_transfer_compat"]
 
 
+def test_b114_a_server_s_configuration_is_ours_with_the_flag_in_a_file(tmp_path):
+    """B114: with the rest of it, for `--config`."""
+    file = tmp_path / "options.yaml"
+    file.write_text("disable-hybrid-kv-cache-manager: true\nmax-model-len: 512\nkv-transfer-config:\n"
+                    "  kv_connector: PDConnector\n  kv_role: kv_consumer\n"
+                    "  kv_connector_extra_config: {broker: 'tcp://127.0.0.1:5700'}\n", encoding="utf-8")
+    words = ["vllm", "serve", os.environ["VLLM_PD_TINY_MODEL"], "--config", str(file)]
+    done = subprocess.run([sys.executable, "-c", SERVER.replace("WORDS", repr(words))], capture_output=True, text=True,
+                          timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-1] == "vllm_pd.v1.scheduler.make_scheduler True"
+
+
 @pytest.mark.parametrize("flag", ["--disable-hybrid-kv-cache-manager", "--no-disable-hybrid-kv-cache-manager"])
 def test_b114_a_server_s_configuration_is_ours_with_either_form_of_the_flag(flag):
     """B114: as `vllm serve` makes it, in a process that knows the plugin by its entry point alone."""

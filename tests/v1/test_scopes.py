@@ -127,16 +127,21 @@ class SaltedFleetEngine(V1FleetEngine):
 
 
 class MixedFleet(Fleet):
-    """Every second prefill engine is of an older release. `confessed`: the registry knows that, as it does in fact."""
+    """Every second prefill engine is of an older release. `confessed`: the registry knows that, as it does in fact.
+    `reads`: the scopes of the others."""
 
     confessed = True
+    reads: tuple[str, ...] = (SALT, )
+
+    def is_old(self, role) -> bool:
+        return role.prefills and self._lives % 2 == 0
 
     def _start(self, role, machine: str) -> None:
         self._lives += 1
-        is_old = role.prefills and self._lives % 2 == 0
+        is_old = self.is_old(role)
         node = Node(f"{role.value[3:4]}{self._lives}", role, self.config, self.post, machine=machine,
                     decode_type=self.plan.decode_type, prefill_type=OldPrefill if is_old else PrefillProtocol,
-                    scopes=() if is_old and self.confessed else (SALT, ))
+                    scopes=() if is_old and self.confessed else self.reads)
         engine = self._build(node, self.post)
         self.engines[node.name] = engine
         engine.engines = self.engines

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real V1 engines with an EAGLE head, real transfers: tokens and each draft as one stock engine with the same head has
-them (B1, B2, B113, B114), with all layers in one group of blocks, and with windows in groups of their own. A drafter
-whose KV of a prompt is missing, or is another's, changes no token: it drafts otherwise. Without KV, by the prompt's own
-tokens: tests/v1/test_real_engines.py.
+"""Real V1 engines with an EAGLE head, an EAGLE3 head or a draft model, real transfers: tokens and each draft as one
+stock engine with the same drafter has them (B1, B2, B113, B114), with all layers in one group of blocks, and, with
+EAGLE, with windows in groups of their own. A drafter whose KV of a prompt is missing, or is another's, changes no
+token: it drafts otherwise. Without KV, by the prompt's own tokens: tests/v1/test_real_engines.py.
 """
 import os
 import random
@@ -15,42 +15,46 @@ import pytest
 from tests.fakes.brokers import BrokerProcess
 from tests.v1.real_engines import RealEngine
 from tests.v1.test_real_engines import done, prompts
+from tests.v1_engines.drafters import make_drafter
 from tests.v1_engines.test_real_shapes import WINDOWS
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 SETTINGS = {"attempt_deadline_s": 200.0, "lease_s": 10.0, "heartbeat_s": 2.0, "ttl_s": 20.0, "push_chunks": True,
             "prefill_step_s": 30.0}  # P's steps are as long as the stock engine's on a busy machine, too
-HEAD = Path(os.environ["VLLM_PD_TINY_MODEL"]).with_name("tiny-eagle")
+TARGET = Path(os.environ["VLLM_PD_TINY_MODEL"])
+HEAD = TARGET.with_name("tiny-eagle")
 TINY = Path(__file__).parents[2] / "scripts" / "tiny_model.py"
 BLOCK, STEP, TOKENS = 32, 256, 6
 LENGTHS = (33, 63, 64, 65, 96, 97, 127, 128, 129, 255, 256, 257, 258, 300, 511, 512, 513, 600, 700, 900)
 
 
-@pytest.fixture(scope="module")
-def narrow_head(tmp_path_factory) -> Path:
-    """A head with half as many KV heads as the model."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-eagle"
+def make_narrow_head(folder: Path) -> Path:
+    """An EAGLE head with half as many KV heads as the model."""
     subprocess.run([sys.executable, TINY, folder, "--tokenizer", os.environ["VLLM_PD_MODEL"], "--drafter", "--kv-heads",
                     "2"], check=True, timeout=300)
     return folder
 
 
-@pytest.fixture(scope="module", params=[pytest.param(({}, 0.1), marks=pytest.mark.heavy),
-                                        pytest.param((WINDOWS, 0.05), marks=pytest.mark.heavy),
-                                        ({**WINDOWS, "is_mixed": True}, 0.1)],
-                ids=["one-group", "windows", "other-heads"])
-def engines(logs, request):
-    """A stock engine and D, with a P, all with the same head; P drafts fewer tokens. And which share of drafts may
+@pytest.fixture(scope="module", params=[
+    *(pytest.param((method, {}, 0.1), marks=pytest.mark.heavy) for method in ("eagle", "eagle3", "draft_model")),
+    pytest.param(("eagle", WINDOWS, 0.05), marks=pytest.mark.heavy), ("eagle", {**WINDOWS, "is_mixed": True}, 0.1)],
+    ids=["one-group", "eagle3", "draft-model", "windows", "other-heads"])
+def engines(logs, request, tmp_path_factory):
+    """A stock engine and D, with a P, all with the same drafter; P drafts fewer tokens. And which share of drafts may
     differ. With windows the head's layer is in one of two groups with full attention, beside one of a window of 64
     tokens; of 78 drafts 8 differ there if P does not use the prompt's last token. Where the head has fewer KV heads
     than the model, all layers are in each block."""
-    broker, (more, share) = BrokerProcess(), request.param
-    head = request.getfixturevalue("narrow_head") if "is_mixed" in more else HEAD
+    broker, (method, more, share) = BrokerProcess(), request.param
+    model = HEAD
+    if method != "eagle":
+        model = make_drafter(method, TARGET, tmp_path_factory.mktemp(method) / "drafter")
+    elif "is_mixed" in more:
+        model = make_narrow_head(tmp_path_factory.mktemp("models") / "tiny-eagle")
     for name in ("stock", "p", "d"):
         (logs / f"{name}.drafts").write_text("", encoding="utf-8")
     made = [RealEngine(role, logs / f"{name}.log", broker.url, SETTINGS, drafts=str(logs / f"{name}.drafts"),
-                       speculative_config={"method": "eagle", "model": str(head), "num_speculative_tokens": tokens},
+                       speculative_config={"method": method, "model": str(model), "num_speculative_tokens": tokens},
                        max_num_batched_tokens=STEP, max_model_len=1024, **more)
             for role, name, tokens in ((None, "stock", 3), ("kv_producer", "p", 2), ("kv_consumer", "d", 3))]
     for one in made:

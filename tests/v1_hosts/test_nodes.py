@@ -12,7 +12,7 @@ import pytest
 
 from tests.hosts.fleet import Fleet
 from tests.hosts.rack import Host, Rack
-from tests.v1_hosts.test_servers import ANSWER_S, BACK_S, SLOW, Server, prompt
+from tests.v1_hosts.test_servers import ANSWER_S, BACK_S, SLOW, START_S, Server, prompt
 from tests.verdict import WrongAnswer
 from tests.waiting import wait_for
 
@@ -31,12 +31,25 @@ class Nodes:
 
     def start_p(self, master_port: int) -> None:
         """Both nodes; returns when P serves."""
+        self.begin_p(master_port)
+        self.p.ready()
+
+    def begin_p(self, master_port: int, **settings: object) -> None:
+        """Both nodes, the second with these settings."""
         first, second = self._hosts
         self.p, self.other = (Server(host, self._fleet, "kv_producer", "--tensor-parallel-size", "2", "--nnodes", "2",
-                                     "--master-addr", first.ip, "--master-port", str(master_port), *flags)
-                              for host, flags in ((first, ("--node-rank", "0")),
-                                                  (second, ("--node-rank", "1", "--headless"))))
-        self.p.ready()
+                                     "--master-addr", first.ip, "--master-port", str(master_port), *flags, **own)
+                              for host, flags, own in ((first, ("--node-rank", "0"), {}),
+                                                       (second, ("--node-rank", "1", "--headless"), settings)))
+
+    def end_p(self) -> None:
+        """The server of the first node. Returns when all of P has ended."""
+        self.p.host.run("sh", "-c", "kill -TERM $(pgrep -o -f 'vllm serve')")
+        self.until_ended()
+
+    def until_ended(self) -> None:
+        """Wait until all of P has ended."""
+        wait_for(self.has_ended, lambda: f"{self.p.said()[-2000:]}\n{self.other.said()[-2000:]}", ANSWER_S)
 
     def kill_other_rank(self) -> None:
         self.other.host.run("sh", "-c", "kill -9 $(pgrep -f '^VLLM::Worker_TP1')")
@@ -44,6 +57,10 @@ class Nodes:
     def has_ended(self) -> bool:
         """Whether P serves no more, with all its processes on both nodes."""
         return not any(self._has_processes(host) for host in self._hosts)
+
+    def other_has_ended(self) -> bool:
+        """Whether the second node has no process of P."""
+        return not self._has_processes(self._hosts[1])
 
     @staticmethod
     def _has_processes(host: Host) -> bool:
@@ -99,5 +116,18 @@ def test_b43_an_engine_that_is_ended_on_its_first_node_ends_on_the_other(nodes):
     nodes.start_p(29501)
     before = nodes.d.done()
     wait_for(lambda: nodes.d.complete(prompt(), "remote") and nodes.d.done() > before, "P is known", ANSWER_S)
-    nodes.p.host.run("sh", "-c", "kill -TERM $(pgrep -o -f 'vllm serve')")
-    wait_for(nodes.has_ended, lambda: f"{nodes.p.said()[-2000:]}\n{nodes.other.said()[-2000:]}", ANSWER_S)
+    nodes.end_p()
+
+
+def test_b21_b80_a_node_with_other_settings_ends(nodes):
+    """With EngineCore, which has not connected to that node's rank then. B21, B80."""
+    if not nodes.has_ended():
+        nodes.end_p()
+    nodes.begin_p(29502, max_local_prefill_tokens=33)
+
+    def is_refused() -> bool:
+        return "max_local_prefill_tokens='33' can't be used: node 1 has that" in nodes.p.said()
+
+    wait_for(is_refused, lambda: nodes.p.said()[-3000:], START_S)
+    wait_for(nodes.other_has_ended, lambda: nodes.other.said()[-2000:], ANSWER_S)
+    assert "this rank ends: no engine has connected" in nodes.other.said()

@@ -43,12 +43,12 @@ def ask(host: Host, url: str, body: dict | None = None, timeout_s: float = 20.0)
 
 
 class Server:
-    """`vllm serve` with these flags on a host, which also has its clients."""
+    """`vllm serve` with these flags, and settings of ours, on a host, which also has its clients."""
 
-    def __init__(self, host: Host, fleet: Fleet, role: str, *flags: str) -> None:
+    def __init__(self, host: Host, fleet: Fleet, role: str, *flags: str, **settings: object) -> None:
         self.host, self._url = host, f"http://{host.ip}:8000"
         pd = {"kv_connector": "PDConnector", "kv_role": role,
-              "kv_connector_extra_config": {"broker": fleet.url, "keys": str(fleet.keys), **PD}}
+              "kv_connector_extra_config": {"broker": fleet.url, "keys": str(fleet.keys), **PD, **settings}}
         self._log = host.folder / "server.log"
         host.start([str(Path(sys.executable).with_name("vllm")), "serve", os.environ["VLLM_PD_TINY_MODEL"], "--host",
                     host.ip, "--served-model-name", MODEL, "--dtype", "float32", "--max-model-len", "2048",

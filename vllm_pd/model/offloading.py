@@ -7,7 +7,7 @@ with that manager, so our part of the configuration would not be made: the plugi
 
 The rewritten configuration still has our settings. It can be looked at if our connector's class was imported before
 (`vllm_pd.v1.claim`): vLLM does that where it uses full CUDA graphs, else it never asks for the class. So the plugin
-looks at the command line, too.
+looks at the command line, too, and at the file that its `--config` names. A Python program has neither.
 """
 from __future__ import annotations
 
@@ -40,17 +40,20 @@ def check_offloading(config: VllmConfig) -> None:
 
 
 def check_command_line(connectors: Iterable[str]) -> None:
-    """Raises ConfigError where this process's command line names one of these connectors, and asks for offloading."""
-    sizes = [found[1] or "".join(sys.argv[place + 1:place + 2])
-             for place, one in enumerate(sys.argv) if (found := _OPTION.fullmatch(one))]
+    """Raises ConfigError where this process's command line, or the file that its --config names, names one of these
+    connectors and asks for offloading."""
+    words = _words()
+    sizes = [found[1] or "".join(words[place + 1:place + 2])
+             for place, one in enumerate(words) if (found := _OPTION.fullmatch(one))]
     for connector in connectors if sizes else ():
         if is_named(connector):
             raise _refusal(connector, sizes[-1])
 
 
 def hybrid_flag() -> bool | None:
-    """Whether this process's command line turns the hybrid KV cache manager on or off; None: it has neither flag."""
-    values = [found[1] is not None for one in sys.argv if (found := _HYBRID.fullmatch(one))
+    """Whether this process's command line turns the hybrid KV cache manager on or off, or else the file that its
+    --config names; None: neither has such a flag."""
+    values = [found[1] is not None for one in _words() if (found := _HYBRID.fullmatch(one))
               and _HYBRID_FLAG.startswith(found[2].replace("_", "-"))]  # argparse takes a flag's beginning for it
     return values[-1] if values else None
 
@@ -59,6 +62,21 @@ def is_named(word: str) -> bool:
     """Whether this process's command line, or the file that its --config names, has this word, as the name of a
     connector or of a setting."""
     return any(re.search(rf"\b{word}\b", one) for one in (*sys.argv, *_config_files()))
+
+
+def _words() -> list[str]:
+    """The options of the files that vLLM reads them from, as vLLM adds them, and then the command line, which wins."""
+    words: list[str] = []
+    for text in _config_files():
+        import yaml  # as vLLM does; a process without --config does not
+        with contextlib.suppress(yaml.YAMLError):  # vLLM says so
+            options = yaml.safe_load(text)
+            for key, value in options.items() if isinstance(options, dict) else ():
+                if isinstance(value, bool):
+                    words.append(f"--{key}" if value else f"--no-{key}")
+                elif not isinstance(value, (dict, list)):
+                    words += [f"--{key}", str(value)]
+    return words + sys.argv
 
 
 def _config_files() -> list[str]:

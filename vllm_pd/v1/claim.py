@@ -192,6 +192,10 @@ def check_nodes(parallel: ParallelConfig, ours: PDConfig) -> None:
         raise ConfigError("nnodes", parallel.nnodes, "use 1, or --data-parallel-size 1: an engine on several nodes is "
                           "not tried as one of a data-parallel group. Data-parallel ranks on several hosts need no "
                           "--nnodes: write --data-parallel-size-local")
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("pipeline_parallel_size", parallel.pipeline_parallel_size, f"use 1 with --nnodes "
+                          f"{parallel.nnodes}, and a --tensor-parallel-size of {parallel.world_size}; or use --nnodes "
+                          "1: stages over several nodes are not tried")
     if is_loopback(ours.transport_host) and not is_loopback(parallel.master_addr):
         raise ConfigError("bind", ours.bind, f"the engine's first node is {parallel.master_addr}, so the others are on "
                           "other machines: listen at an address of this node's own that they reach: write "

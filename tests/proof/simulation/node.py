@@ -135,8 +135,9 @@ class Node(Process):
 
     def submit(self, attempt: m.Attempt, token_ids: list[int], block_ids: list[int], cached_blocks: int,
                avoid: tuple[str, ...] = (), deadline_s: float | None = None, priority: int = 0,
-               scope: PromptScope = NO_SCOPE) -> None:
-        self.protocol.decode.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope)
+               scope: PromptScope = NO_SCOPE, media: tuple[bytes, ...] = ()) -> None:
+        self.protocol.decode.submit(attempt, token_ids, block_ids, cached_blocks, avoid, deadline_s, priority, scope,
+                                    media)
         self._speak()
 
     def abort(self, attempt: m.Attempt) -> None:

@@ -30,14 +30,14 @@ from vllm_pd.transfer.choice import NIXL, TransportChoice
 from vllm_pd.transfer.heap import freeze_heap
 from vllm_pd.transfer.ranks.gather import RankListener, connect, encode_progress
 from vllm_pd.transfer.ranks.packets import PacketSocket
-from vllm_pd.transfer.ranks.remote import ENGINE, RankAddress, RankPort, connect_to
+from vllm_pd.transfer.ranks.remote import ENGINE, FirstNode, RankAddress, RankPort, connect_to
 from vllm_pd.transfer.requests import Look, TransferProgress, TransferRequest
 from vllm_pd.transfer.thread import Transfers, TransferThread, no_context
 
 logger = logging.getLogger("vllm.pd")
 
 ATTACH_S = 120.0  # how long the ranks of V1 may take to make their transports
-SERVE_S = 7200.0  # how long EngineCore may take to connect: it warms the model up before
+SERVE_S = 7200.0  # how long EngineCore may take to connect, while it runs: it warms the model up before
 LISTEN_S = 1.0  # how long `RankServer.close` may take to be noticed
 CLOSE_S = 5.0  # how long `RankServer.close` waits for a transport that is being made
 MAX_ERROR_CHARS = 2000
@@ -126,21 +126,35 @@ class RankThread:
         self._connection.release(ended)
 
 
+def world_store() -> tuple[str, int] | None:
+    """Where the store is at which the ranks of this process's world have met; None if they have not met over TCP."""
+    from torch import distributed
+    if not distributed.is_initialized():
+        return None
+    store = distributed.distributed_c10d._get_default_store()
+    while isinstance(store, distributed.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, distributed.TCPStore) else None
+
+
 class RankServer:
     """A rank of V1 until its engine connects, and its `RankThread` afterwards.
 
     `make` makes the transfers and returns them with the metadata of their transport; it is called in a thread that has
     called `enter`. `pids` are the processes that may be the engine's; one of them may be this process. `port` is for a
-    rank on another node than its engine, where no process is known by its id; this object owns it. `address` is
-    where the engine connects.
+    rank on another node than its engine, where no process is known by its id; this object owns it. There, `meeting` is
+    asked where the store of the first node's rank 0 is: if that ends before the engine has connected, this process
+    ends. `address` is where the engine connects.
     """
 
     def __init__(self, make: Callable[[AttachRank], tuple[Transfers, bytes]], pids: Collection[int],
-                 enter: Callable[[], None] = no_context, port: RankPort | None = None) -> None:
+                 enter: Callable[[], None] = no_context, port: RankPort | None = None,
+                 meeting: Callable[[], tuple[str, int] | None] = world_store) -> None:
         self._make = make
         self._pids = pids
         self._enter = enter
         self._is_elsewhere = port is not None
+        self._meeting = meeting
         self._listener = port or RankListener()
         self._rank: RankThread | None = None
         self._closing = False
@@ -163,7 +177,9 @@ class RankServer:
     def _main(self) -> None:
         """The thread: waits for the engine, has the transfers made, and answers whether that was possible. Then it
         ends, as the `RankThread` has its own. Where `close` was called meanwhile, it closes what it has made."""
-        connection = self._accept()
+        with contextlib.closing(self._listener):
+            first = self._watch_first_node() if self._is_elsewhere else None
+            connection = self._accept(first)
         if connection is None:
             self._end_elsewhere("no engine has connected")
             return
@@ -185,17 +201,28 @@ class RankServer:
             logger.error("this rank ends: %s", why)
             os._exit(1)
 
-    def _accept(self) -> PacketSocket | None:
-        """The engine's connection; None if there is none before `close`."""
-        deadline_s = time.monotonic() + SERVE_S
+    def _watch_first_node(self) -> FirstNode | None:
+        """None if there is no way to see it: then only SERVE_S ends the wait."""
+        where = self._meeting()
         try:
+            return None if where is None else FirstNode(*where)
+        except OSError as error:
+            logger.warning("this rank can't see whether the first node runs (%s): it would wait for its engine for "
+                           "%g s", error, SERVE_S)
+            return None
+
+    def _accept(self, first: FirstNode | None) -> PacketSocket | None:
+        """The engine's connection; None if there is none before `close`, or before the first node's end. Closes
+        `first`."""
+        deadline_s = time.monotonic() + SERVE_S
+        with contextlib.closing(first) if first is not None else contextlib.nullcontext():
             while not self._closing and time.monotonic() < deadline_s:
                 connection = self._listener.accept_one(self._pids, LISTEN_S)
                 if connection is not None:
                     return connection
+                if first is not None and first.has_ended():
+                    break
             return None
-        finally:
-            self._listener.close()
 
     def _attach(self, connection: PacketSocket) -> None:
         order = msgspec.msgpack.decode(_await_message(connection, time.monotonic() + ATTACH_S), type=AttachRank)

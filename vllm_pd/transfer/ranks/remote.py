@@ -10,7 +10,8 @@ There is no kernel that knows both processes, so nobody can say who connects, an
 - Two connections are needed: the engine's, and that of its guardian (`vllm_pd.peer.liveness.guardian`), which proves to
   the engine's peers that the rank has ended. The rank has a lifeline of its own for that.
 - The rank's process ends with either connection, and after its engine's farewell: nobody on its node would end it. A
-  cut of CUT_S ends a connection at both ends.
+  cut of CUT_S ends a connection at both ends. Before the engine has connected, the rank ends with the first node's
+  rank 0 (`FirstNode`).
 
 Others are turned away. They have HALF_OPEN_S, and where more than MAX_HALF_OPEN of them wait, the oldest ends.
 """
@@ -102,10 +103,7 @@ class TcpPackets(PacketSocket):
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CUT_S)
+        _end_after_cut(connection)
         self._leaving = memoryview(b"")  # what of the first unsent packet is not sent yet
         self._arriving = bytearray()  # what has come and is no whole packet
         self._skipped = 0  # so many bytes that are to come belong to a packet that was too long
@@ -173,6 +171,30 @@ class TcpPackets(PacketSocket):
             self._add(bytes(buffer[at + _SIZE.size:end]), False, messages)
             at = end
         del buffer[:at]
+
+
+class FirstNode:
+    """Whether the first node's rank 0 still runs, which ends with its engine: by a connection to the store at which all
+    ranks have met when they started. torch serves it in that rank's process at `host` and `port`. Nothing is sent.
+    Raises OSError if it can't connect."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._connection = socket.create_connection((host, port), CONNECT_S)
+        self._connection.setblocking(False)
+        _end_after_cut(self._connection)
+
+    def has_ended(self) -> bool:
+        """Whether the connection has ended. Never blocks."""
+        try:
+            return not self._connection.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._connection.close()
 
 
 class RankEnd(TcpPackets):
@@ -349,6 +371,14 @@ class RankPort:
         if (now := time.monotonic()) >= self._quiet_until_s:
             self._quiet_until_s = now + _LOG_S
             logger.warning(text, what)
+
+
+def _end_after_cut(connection: socket.socket) -> None:
+    """Have the kernel end a connection whose other end's kernel has not answered for CUT_S."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * CUT_S)
 
 
 def _proof(secret: bytes, end: bytes, purpose: bytes, listener: bytes, connecting: bytes) -> bytes:
