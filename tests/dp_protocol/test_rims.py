@@ -271,6 +271,21 @@ def test_b80_ranks_with_different_settings_refuse_each_other(key, ours, theirs):
         join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=settings)
 
 
+@pytest.mark.parametrize("ours, theirs", [(True, False), (False, True)])
+@pytest.mark.parametrize("cpu", ["x86_64", "aarch64"])
+def test_b80_ranks_that_disagree_on_the_back_end_refuse_each_other(monkeypatch, ours, theirs, cpu):
+    """Also on a CPU where all would use the network: it is what the user has set that is compared."""
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=cpu))
+    word = {ours: msgspec.msgpack.encode(ours), theirs: msgspec.msgpack.encode(theirs)}
+
+    def exchange(mine):
+        assert mine.endswith(word[ours])
+        return [mine, mine.removesuffix(word[ours]) + word[theirs]]
+
+    with pytest.raises(ConfigError, match=rf"dp_sync\.shared_memory={ours}.*rank 1 has shared_memory={theirs}"):
+        join(0, 2, "127.0.0.1", wake=lambda: None, exchange=exchange, settings=SETTINGS, shared_memory=ours)
+
+
 def met(offered):
     """Two ranks on this machine. `offered(rank, message)`: what becomes of a rank's message. Returns their members,
     closed."""

@@ -3,7 +3,8 @@
 
 The words are the model's name, joined by "+": `grandchild` starts a process of its own, `utf-8` prints a word in
 UTF-8, `stubborn` ignores SIGTERM, `dies` ends before it listens, `dies-late` ends when it is asked for `/die`, `slow`
-never listens, `shares` lets others listen at its port, as vLLM 0.9.2 does. The router takes a second to end.
+never listens, `slow-but-logs` listens after LATE_LINES_S and prints lines until then, `shares` lets others listen at
+its port, as vLLM 0.9.2 does. The router takes a second to end.
 """
 
 import http.server
@@ -12,6 +13,8 @@ import signal
 import subprocess
 import sys
 import time
+
+LATE_LINES_S, LATE_LINES = 7.0, 28
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -60,6 +63,10 @@ def main() -> None:
     if "dies" in words:
         print("my last words", flush=True)
         sys.exit(7)
+    if "slow-but-logs" in words:
+        for part in range(LATE_LINES):
+            print(f"loading part {part}", flush=True)
+            time.sleep(LATE_LINES_S / LATE_LINES)
     if "slow" in words:
         time.sleep(600)
     http.server.ThreadingHTTPServer.allow_reuse_port = "shares" in words

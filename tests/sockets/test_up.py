@@ -41,6 +41,7 @@ from vllm_pd.ops.launch.plan import (
     starting_at_once,
 )
 from vllm_pd.ops.launch.printer import LinePrinter
+from vllm_pd.ops.launch.progress import StartProgress
 from vllm_pd.ops.launch.router_args import parse_router_args
 from vllm_pd.ops.launch.serve_args import value_of
 from vllm_pd.ops.launch.shares import split_evenly
@@ -678,6 +679,28 @@ def test_engine_that_never_becomes_healthy(tmp_path):
     with running(tmp_path, "slow", timeout_s=6.0) as up:
         assert up.finish() == 1
         assert any("not healthy after 6 s: decode 0, prefill 0" in line for line in up.lines)
+
+
+def test_engine_that_is_slow_but_prints_what_it_does_is_waited_for(tmp_path):
+    """As on a slow machine, where it loads its model."""
+    with running(tmp_path, "slow-but-logs", timeout_s=5.0) as up:
+        up.read_until("everything is up")
+        up.process.send_signal(signal.SIGTERM)
+        assert up.finish() == 0
+
+
+@pytest.mark.parametrize(("times_s", "stops_s", "limit_s"), [
+    ([], 10.5, 10.0),  # it prints nothing
+    ([0.5, 1.0], 11.0, 10.0),  # it stopped long ago
+    ([0.5, 9.0], 19.0, 10.0), ([0.5, 9.0, 18.5, 28.0], 38.0, 10.0),  # each line gives it 10 s more
+    (list(range(1, 60)), 40.5, 40.0)])  # without an end
+def test_how_long_a_start_is_waited_for(times_s, stops_s, limit_s):
+    """B20: a start that prints lines for ever ends, too."""
+    progress, now_s = StartProgress(100.0, 10.0), 100.0
+    while not progress.has_stopped:
+        now_s += 0.5
+        progress.see(sum(100.0 + time_s <= now_s for time_s in times_s), now_s)
+    assert (now_s - 100.0, progress.limit_s) == (stops_s, limit_s)
 
 
 @pytest.mark.parametrize("prefill", [1, 2])

@@ -74,7 +74,28 @@ class BarrierExecutor(StubExecutor):
             self.barrier.wait(BARRIER_S)
         return []
 
+    def sleep(self, level: int) -> None:
+        """As a call of the workers, with collectives. After it the weights are gone."""
+        self._change("sleep")
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        """As `sleep`, back."""
+        self._change("wake_up")
+
+    def _change(self, kind: str) -> None:
+        assert self.is_sleeping is (kind == "wake_up")
+        self.calls.append((kind, self.forwards))
+        self.barrier.wait(BARRIER_S)
+        self.is_sleeping = not self.is_sleeping
+
+    def reset_mm_cache(self) -> None:
+        """It has none."""
+
+    def reset_encoder_cache(self) -> None:
+        """It has none."""
+
     def _meet(self) -> None:
+        assert not self.is_sleeping, "a forward pass without weights"
         self.before_pass()
         self.forwards += 1
         self.barrier.wait(BARRIER_S)
@@ -122,9 +143,11 @@ class CountedLoop(Loop):
 
 
 class CountedGroup:
-    """The ranks of one group, in one process, and their front end."""
+    """The ranks of one group, in one process, and their front end. `first`: what comes to them before any of their
+    loops has begun."""
 
-    def __init__(self, folder: Any, ranks: int = 2, options: StepSyncOptions | None = None, **settings: Any) -> None:
+    def __init__(self, folder: Any, ranks: int = 2, options: StepSyncOptions | None = None,
+                 first: Callable[["CountedGroup"], None] = lambda group: None, **settings: Any) -> None:
         self.barrier = threading.Barrier(ranks)
         self.started = threading.Barrier(ranks + 1)
         self.store = HashStore()
@@ -134,6 +157,7 @@ class CountedGroup:
         for rank in range(ranks):
             self.ranks[rank] = CountedLoop(folder, rank, self, **settings)
             self.ranks[rank].answers = self.answers
+        first(self)
         self.started.wait(BARRIER_S)
 
     def forwards(self) -> list[int]:

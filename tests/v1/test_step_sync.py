@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""V1's engine loop with the step sync in the place of waves (B70, B94): two to four real loops, whose forward passes
-wait for each other, with prompts that peers prefill, calls, pauses, and ends."""
+"""V1's engine loop with the step sync in the place of waves (B70, B94, B118): two to four real loops, whose forward
+passes wait for each other, with prompts that peers prefill, calls, pauses, and ends."""
 import random
 import threading
 import time
@@ -62,7 +62,7 @@ def all_ended(group: CountedGroup) -> bool:
 
 @IN_FLIGHT
 @pytest.mark.parametrize("rank", [0, 1])
-def test_b70_a_request_at_one_rank_is_all_that_the_others_need(make, rank, in_flight):
+def test_b70_b118_a_request_at_one_rank_is_all_that_the_others_need(make, rank, in_flight):
     """Between bursts the group is at rest. A request that ends by its length leaves no dummy behind."""
     group = make(threshold=10_000, in_flight=in_flight)
     busy, idle = group.ranks[rank], group.ranks[1 - rank]
@@ -76,8 +76,21 @@ def test_b70_a_request_at_one_rank_is_all_that_the_others_need(make, rank, in_fl
 
 
 @IN_FLIGHT
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (4, 2)])
+def test_b72_b118_the_first_request_of_all_at_a_rank_without_a_front_end_54762(make, ranks, rank, in_flight):
+    """B72: as on a host with `--headless`. It is there before any loop has begun, with the number of a wave that nobody
+    else knows, and no other rank is sent anything."""
+    group = make(ranks, first=lambda group: group.ranks[rank].add("a", prompt(50), 6, wave=3), threshold=10_000,
+                 in_flight=in_flight)
+    group.wait(lambda: "a" in group.ranks[rank].engine.ended)
+    check(group)
+    assert group.forwards() == [6] * ranks
+    assert [loop.executor.dummies for loop in group.ranks] == [0 if one == rank else 6 for one in range(ranks)]
+
+
+@IN_FLIGHT
 @pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 2), (2, 4)])
-def test_b70_requests_at_all_ranks_at_any_time(make, seed, ranks, in_flight):
+def test_b70_b118_requests_at_all_ranks_at_any_time(make, seed, ranks, in_flight):
     group, draw = make(ranks, threshold=10_000, in_flight=in_flight), random.Random(seed)
     for burst in range(4):
         for number in range(draw.randint(1, 6)):
@@ -89,7 +102,7 @@ def test_b70_requests_at_all_ranks_at_any_time(make, seed, ranks, in_flight):
 
 
 @IN_FLIGHT
-def test_b94_a_prompt_that_a_peer_prefills_costs_the_group_no_step(make, in_flight):
+def test_b94_b118_a_prompt_that_a_peer_prefills_costs_the_group_no_step(make, in_flight):
     """What the peer says reaches one rank alone. The others learn of it by the step that this one requests."""
     group = make(in_flight=in_flight)
     park(group)
@@ -103,7 +116,7 @@ def test_b94_a_prompt_that_a_peer_prefills_costs_the_group_no_step(make, in_flig
     assert group.forwards()[0] > before[0]
 
 
-def test_b20_b94_a_parked_prompt_is_aborted_at_the_moment_of_its_resume(make):
+def test_b20_b94_b118_a_parked_prompt_is_aborted_at_the_moment_of_its_resume(make):
     """In both orders, again and again: nothing is held, and no rank waits for a pass that the other does not make."""
     group = make()
     loop = group.ranks[1]
@@ -189,6 +202,54 @@ def test_a_pause_is_complete_when_all_ranks_have_come_to_it(make, mode, in_fligh
             assert loop.engine.ended["a"] != "length"
             del loop.engine.prompts["a"], loop.engine.ended["a"]
     group.wait(lambda: all_ended(group))
+    check(group)
+
+
+@IN_FLIGHT
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_b118_all_ranks_sleep_after_the_same_pass_and_wake_together(make, mode, in_flight):
+    """B118: `sleep` is a pause and what follows it: no rank's weights go while another one may make a pass, and none
+    makes one before all have theirs again."""
+    group = make(threshold=10_000, in_flight=in_flight)
+    for loop in group.ranks:
+        loop.add("a", prompt(100), 300)
+    group.wait(lambda: min(group.forwards()) > 3)
+    group.ranks[0].call(1, "sleep", 1, mode)
+    time.sleep(0.02)
+    group.follow()
+    assert group.answers[1] == [] and not any(loop.executor.calls for loop in group.ranks)
+    group.ranks[1].call(1, "sleep", 1, mode)
+    group.wait(lambda: len(group.answers[1]) == 2)
+    before = group.forwards()
+    assert group.answers[1] == [None, None] and before[0] == before[1]
+    assert [loop.executor.calls for loop in group.ranks] == [[("sleep", before[0])]] * 2
+    if mode == "wait":
+        assert all(loop.engine.ended["a"] == "length" for loop in group.ranks)
+    group.ranks[0].add("b", prompt(60), 5)
+    group.ranks[0].call(2, "wake_up")
+    time.sleep(QUIET_S)
+    group.follow()
+    assert group.forwards() == before and group.answers[2] == [], "one rank has woken alone"
+    assert all(len(loop.executor.calls) == 1 for loop in group.ranks)
+    group.ranks[1].call(2, "wake_up")
+    group.wait(lambda: len(group.answers[2]) == 2 and "b" in group.ranks[0].engine.ended)
+    assert group.answers[2] == [None, None]
+    assert [loop.executor.calls[1] for loop in group.ranks] == [("wake_up", before[0])] * 2
+    if mode == "abort":
+        for loop in group.ranks:
+            assert loop.engine.ended["a"] != "length"
+            del loop.engine.prompts["a"], loop.engine.ended["a"]
+    group.wait(lambda: all_ended(group))
+    check(group)
+    # The same from rest, where a rank has nothing to wait for but the other one.
+    group.ranks[1].call(3, "sleep", 1, mode)
+    time.sleep(QUIET_S)
+    assert all(len(loop.executor.calls) == 2 for loop in group.ranks), "one rank sleeps alone"
+    group.ranks[0].call(3, "sleep", 1, mode)
+    group.call(4, "wake_up")
+    group.wait(lambda: len(group.answers[4]) == 2)
+    assert group.answers[3] == group.answers[4] == [None, None]
+    assert len({tuple(loop.executor.calls) for loop in group.ranks}) == 1
     check(group)
 
 
@@ -298,7 +359,7 @@ def test_a_rank_that_is_to_end_stays_no_longer_than_it_may(make, monkeypatch):
     assert not leaving.thread.is_alive()
 
 
-def test_b70_a_rank_that_does_not_keep_up_is_found(model_folder, monkeypatch):
+def test_b70_b118_a_rank_that_does_not_keep_up_is_found(model_folder, monkeypatch):
     """The test can fail: a forward pass that the other rank does not make never ends."""
     group = CountedGroup(model_folder, threshold=10_000)
     monkeypatch.setattr(step_sync_group, "BARRIER_S", 1.0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step sync through drawn histories (B20, B70, B94): requests with common beginnings, local and remote, clients
-that leave at any time, also right at the resume of a parked prompt, preemption, calls and pauses of all ranks, late
-messages. `lockstep_histories` checks each. Defects that are planted must be found."""
+"""The step sync through drawn histories (B20, B70, B94, B118): requests with common beginnings, local and remote,
+clients that leave at any time, also right at the resume of a parked prompt, preemption, calls and pauses of all ranks,
+late messages. `lockstep_histories` checks each. Defects that are planted must be found."""
 import contextlib
 
 import pytest
@@ -30,7 +30,7 @@ def fleet(model_folder, request):
 @pytest.mark.search
 @pytest.mark.parametrize("fleet", [*range(FLEETS), *(pytest.param(number, marks=pytest.mark.heavy)
                                                      for number in range(FLEETS, MANY))], indirect=True)
-def test_b20_b70_b94_drawn_histories(fleet, request):
+def test_b20_b70_b94_b118_drawn_histories(fleet, request):
     first = PER_FLEET * request.node.callspec.params["fleet"]
     for number in range(first, first + PER_FLEET):
         fleet.run(draw_history(number, calls=True))

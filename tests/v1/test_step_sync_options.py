@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an engine comes to count its steps, and what is refused before a model is loaded (B70, B80)."""
+import contextlib
+import copy
 import json
 import pickle
 import threading
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from torch.distributed import HashStore
+from vllm.config import ParallelConfig
+from vllm.distributed.utils import stateless_destroy_torch_distributed_process_group
 from vllm.v1.engine.core import DPEngineCoreProc
 
 from vllm_pd.dp.interface import GroupFailed
@@ -23,7 +28,8 @@ def configuration(additional=None, *, ranks: int = 2, experts: bool = True, inte
     """The part of a VllmConfig that is read."""
     parallel = {"data_parallel_size": ranks, "enable_elastic_ep": False, "enable_fault_tolerance": False,
                 "data_parallel_backend": "mp", "distributed_executor_backend": "uni",
-                "data_parallel_master_ip": "127.0.0.1", "data_parallel_hybrid_lb": False, **parallel}
+                "data_parallel_master_ip": "127.0.0.1", "data_parallel_hybrid_lb": False, "data_parallel_rank": 1,
+                **parallel}
     encoders = parallel.pop("encoders", None)
     return SimpleNamespace(additional_config={} if additional is None else additional, ec_transfer_config=encoders,
                            parallel_config=SimpleNamespace(**parallel),
@@ -141,10 +147,54 @@ def test_b80_ranks_that_differ_refuse_each_other():
         "vllm_pd_step_sync.horizon=8 can't be used: rank 0 has horizon=4; start all ranks with the same"]
 
 
+def test_b80_ranks_that_disagree_on_the_back_end_refuse_each_other():
+    """B80: no rank takes the network in silence because another one is set to."""
+    shared = HashStore()
+    errors = meet(Rank(0, 2, shared), Rank(1, 2, shared, shared_memory=False))
+    cure = "start all ranks with the same"
+    assert [str(error) for error in errors] == [
+        f"vllm_pd_step_sync.shared_memory=True can't be used: rank 1 has shared_memory=False; {cure}",
+        f"vllm_pd_step_sync.shared_memory=False can't be used: rank 0 has shared_memory=True; {cure}"]
+
+
 def test_b80_a_rank_that_does_not_count_its_steps_is_named_within_a_deadline():
     """B80: it was started without the step sync, and so has said nothing."""
-    with pytest.raises(GroupFailed, match="rank 1 has not joined the step sync within 0.2 s: start all ranks with"):
+    with pytest.raises(GroupFailed, match="rank 1 has not joined .* within 0.2 s: rank 0 has step_sync=True; start"):
         over_store(HashStore(), 0, 2, 0.2)(b"here")
+
+
+@pytest.mark.parametrize("counts", [0, 1])
+def test_b80_a_rank_with_the_step_sync_beside_one_with_waves(monkeypatch, counts):
+    """B80: both have made vLLM's process group. The one that counts its steps names the other, its own key and value,
+    before it loads a model. The other is vLLM's own, and ends at its next collective."""
+    monkeypatch.setattr("vllm.distributed.utils.suppress_stdout", contextlib.nullcontext)  # of a whole process
+    parallel = ParallelConfig(data_parallel_size=2, data_parallel_rank_local=0, cpu_distributed_timeout_seconds=20)
+    engines, errors = [DPEngineCoreProc.__new__(DPEngineCoreProc) for _ in range(2)], [None, None]
+
+    def start(rank: int) -> None:
+        config = configuration({ADDITIONAL_KEY: {"join_s": 1.0}} if rank == counts else None)
+        claim_step_sync(config)
+        config.parallel_config = copy.deepcopy(parallel)
+        config.parallel_config.data_parallel_rank = config.parallel_config.data_parallel_rank_local = rank
+        engines[rank].__dict__.update(has_coordinator=True, publish_dp_lb_stats=True)
+        try:
+            engines[rank]._init_data_parallel(config)
+        except GroupFailed as error:
+            errors[rank] = str(error)  # the error itself would keep the process group
+
+    threads = [threading.Thread(target=start, args=(rank, ), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    waves = 1 - counts
+    assert errors[waves] is None and type(engines[waves]) is DPEngineCoreProc
+    assert errors[counts].startswith(
+        f"rank {waves} has not joined the step sync within 1 s: rank {counts} has step_sync=True; start all ranks")
+    stateless_destroy_torch_distributed_process_group(engines[counts].__dict__.pop("dp_group"))  # its process ends
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        ParallelConfig.has_unfinished_dp(engines[waves].dp_group, True)
+    stateless_destroy_torch_distributed_process_group(engines[waves].dp_group)
 
 
 def test_b80_offline_ranks_are_refused():
@@ -165,8 +215,56 @@ def test_b70_an_engine_without_a_mark_is_left_as_it_is(monkeypatch):
     engine = DPEngineCoreProc.__new__(DPEngineCoreProc)
     engine._init_data_parallel(configuration({ADDITIONAL_KEY: True}))  # the front end has not claimed it
     assert seen == ["joined"]
-    engine._init_data_parallel(configuration({ADDITIONAL_KEY: Mark(horizon=2)}))
+    claimed = configuration({ADDITIONAL_KEY: {"horizon": 2}})
+    claim_step_sync(claimed)
+    engine._init_data_parallel(claimed)
     assert seen == ["joined", "joined", StepSyncOptions(horizon=2)]
+
+
+@pytest.mark.parametrize(("front", "engine"), [("0.3.0", "0.4.0"), ("0.4.0", "0.3.0")])
+def test_b80_a_front_end_of_another_release_is_refused(monkeypatch, front, engine):
+    """B80: its engine, whose package was changed meanwhile, joins no group and loads no model."""
+    seen = arrived(monkeypatch, front, engine)
+    with pytest.raises(ConfigError, match=f"vllm-pd='{engine}'.* the front end of rank 1 has {front}: install one"):
+        seen.start()
+    assert seen.events == ["joined"]
+    seen = arrived(monkeypatch, front, front)
+    seen.start()
+    assert seen.events == ["joined", StepSyncOptions()]
+
+
+def test_b80_a_front_end_whose_release_has_marks_without_it_is_refused(monkeypatch):
+    """B80: what it has pickled has no release."""
+    seen = arrived(monkeypatch, None, "0.4.0")
+    with pytest.raises(ConfigError, match="vllm-pd='0.4.0' can't be used: the front end of rank 1 has None"):
+        seen.start()
+    assert seen.events == ["joined"]
+
+
+class Arrived(NamedTuple):
+    """A configuration in the process of its engine. `events`: what that engine has done."""
+    config: SimpleNamespace
+    events: list[Any]
+
+    def start(self) -> None:
+        DPEngineCoreProc.__new__(DPEngineCoreProc)._init_data_parallel(self.config)
+
+
+def arrived(monkeypatch, front: str | None, engine: str) -> Arrived:
+    """What a front end of one release has claimed, in the process of an engine of another. `front`: None for one that
+    wrote no release."""
+    events = []
+    monkeypatch.setattr(DPEngineCoreProc, "_init_data_parallel", lambda engine, config: events.append("joined"))
+    monkeypatch.setattr(mark, "adopt", lambda engine, config, options: events.append(options))
+    mark.hook_engines()
+    config = configuration({ADDITIONAL_KEY: True})
+    monkeypatch.setattr(mark, "version_of", lambda name: front)
+    claim_step_sync(config)
+    if front is None:
+        del config.additional_config[ADDITIONAL_KEY].release
+    config.additional_config = pickle.loads(pickle.dumps(config.additional_config))
+    monkeypatch.setattr(mark, "version_of", lambda name: engine)
+    return Arrived(config, events)
 
 
 @pytest.mark.parametrize("words", [

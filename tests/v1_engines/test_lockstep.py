@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real engines whose forward passes compare their numbers with those of their group (B1, B20, B21, B70, B94): a prefill
-engine of two data-parallel ranks and a decode engine of four, with the step sync. By hand: `heavy`.
+"""Real engines whose forward passes compare their numbers with those of their group (B1, B20, B21, B70, B94, B118): a
+prefill engine of two data-parallel ranks and a decode engine of four, with the step sync. By hand: `heavy`.
 
 A pass that meets none hangs, and one that meets another pass ends its engine. So right answers say that no rank made a
 pass that another did not make.
@@ -62,7 +62,7 @@ def jobs(fleet: Lockstep) -> float:
     return sum(scrape(fleet.p).by("vllm:pd_jobs_total", "engine").values())
 
 
-def test_b1_b70_b94_every_answer_is_right_and_every_pass_meets_those_of_its_group(mono, fleet):
+def test_b1_b70_b94_b118_every_answer_is_right_and_every_pass_meets_those_of_its_group(mono, fleet):
     """At once and one after another, with shared beginnings, some prefilled here and some by peers."""
     draw = random.Random(5)
     begin = prompt(1, 320)
@@ -77,7 +77,7 @@ def test_b1_b70_b94_every_answer_is_right_and_every_pass_meets_those_of_its_grou
     fleet.check()
 
 
-def test_b20_b70_clients_leave_at_any_time(mono, fleet):
+def test_b20_b70_b118_clients_leave_at_any_time(mono, fleet):
     """Other answers are right, and no rank waits for a pass of one that has nothing to do any more."""
     draw = random.Random(6)
     for turn in range(3):
@@ -87,7 +87,7 @@ def test_b20_b70_clients_leave_at_any_time(mono, fleet):
         fleet.check()
 
 
-def test_b21_b70_a_rank_of_p_is_killed(mono, fleet):
+def test_b21_b70_b118_a_rank_of_p_is_killed(mono, fleet):
     """The other one of its group ends, too. D's ranks answer by themselves, in lockstep."""
     many = [prompt(200 + number, 1000 + number) for number in range(12)]
     right, before = mono.generate(many), jobs(fleet)

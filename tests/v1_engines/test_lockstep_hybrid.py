@@ -74,7 +74,7 @@ def servers(tmp_path_factory) -> Iterator[Servers]:
         yield Servers(p, (one, two), folder)
 
 
-def test_b1_b70_b94_both_servers_answer_at_once_and_one_after_the_other(mono, servers):
+def test_b1_b70_b94_b118_both_servers_answer_at_once_and_one_after_the_other(mono, servers):
     """Ranks of a server that has no request make the passes of the other's."""
     draw = random.Random(8)
     many = [prompt(100 + number, draw.randrange(20, 1000)) for number in range(24)]

@@ -24,6 +24,7 @@ from vllm_pd.errors import ConfigError, PDError
 from vllm_pd.ops.client import is_healthy
 from vllm_pd.ops.launch.child import Child
 from vllm_pd.ops.launch.printer import LinePrinter, Say
+from vllm_pd.ops.launch.progress import StartProgress
 from vllm_pd.router.policy import Policy
 from vllm_pd.rpc.ports import take_free
 
@@ -171,10 +172,12 @@ class Servers:
 
     def await_ready(self, server: Server, is_ready: Callable[[Server], bool] = Server.is_healthy,
                     timeout_s: float = START_TIMEOUT_S) -> None:
-        """Waits for a server. Raises PDError with its last lines when it ends, or is not ready in time."""
-        deadline = time.monotonic() + timeout_s
+        """Waits for a server, longer than `timeout_s` while it prints lines. Raises PDError with its last lines when it
+        ends, or is not ready in time."""
+        progress = StartProgress(time.monotonic(), timeout_s)
         while not is_ready(server):
-            if not server.child.alive or time.monotonic() > deadline:
+            progress.see(server.child.printed, time.monotonic())
+            if not server.child.alive or progress.has_stopped:
                 what = "did not answer in time" if server.child.alive else "has ended"
                 raise PDError("\n  ".join([f"{server.name} {what}; its last lines:", *server.child.last_lines()]))
             time.sleep(0.1)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the ranks of a group meet: two all-gathers, after which all of them use the same backend. They use shared memory
 if every rank can open rank 0's files and watch the processes of all others, otherwise the network. A CPU that may
-change the order of loads and stores, like ARM, always gets the network: the shared page relies on that order.
+change the order of loads and stores, like ARM, always gets the network: the shared page relies on that order. What the
+user has set must be equal on all ranks, `shared_memory` too; what a host can do may differ.
 """
 import os
 import shutil
@@ -35,6 +36,7 @@ class _RankOffer(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     folder: str
     release: str  # of this package
+    shared_memory: bool = True  # as the user has set it, whatever this host can do
 
 
 class _SharingVote(msgspec.Struct, frozen=True, array_like=True):
@@ -53,10 +55,10 @@ def join(rank: int, size: int, host: str, *, wake: Wake, exchange: Exchange, abo
          release: str = "") -> GroupMember:
     """Join the group of `size` ranks as `rank`. Blocks until all ranks are there. Raises GroupFailed, ConfigError.
 
-    For the other parameters see vllm_pd.dp. If `shared_memory` is false on any rank, all ranks use the network.
-    `named`: where the user has written the settings. `release`: of this package, which must be the same on all ranks.
+    For the other parameters see vllm_pd.dp. `shared_memory`: false has the ranks use the network, also where they need
+    not; it must be the same on all ranks. `named`: where the user has written the settings. `release`: of this package,
+    which must be the same on all ranks.
     """
-    shared_memory = shared_memory and os.uname().machine == _ORDERED_CPU
     settings = check(settings or SyncSettings(), named)
     if not 0 <= rank < size:
         raise ConfigError("data_parallel_rank", rank, f"it must be at least 0 and less than data_parallel_size={size}")
@@ -101,22 +103,24 @@ def _require_equal(ours: _RankOffer, theirs: _RankOffer, peer: int, named: str) 
     """Raises ConfigError if rank `peer` has other settings, or another release."""
     if ours.release != theirs.release:
         raise ConfigError("vllm-pd", ours.release, f"rank {peer} has {theirs.release}: install one release everywhere")
-    for key in SyncSettings.__struct_fields__:
-        mine, other = getattr(ours.settings, key), getattr(theirs.settings, key)
+    pairs = [(key, getattr(ours.settings, key), getattr(theirs.settings, key))
+             for key in SyncSettings.__struct_fields__]  # fmt: skip
+    for key, mine, other in [*pairs, ("shared_memory", ours.shared_memory, theirs.shared_memory)]:
         if mine != other:
             raise ConfigError(f"{named}.{key}", mine,
                               f"rank {peer} has {key}={other!r}; start all ranks with the same")
 
 
 def _share(rank: int, size: int, exchange: Exchange, settings: SyncSettings, wake: Wake, abort: Abort,
-           wanted: bool, named: str, release: str) -> ShmMember | None:
-    """A member over shared memory. None if not all ranks can use it, or if it is not `wanted`. For the other parameters
-    see `join`."""
+           shared_memory: bool, named: str, release: str) -> ShmMember | None:
+    """A member over shared memory. None if not all ranks can use it, or if the user wants none. For the parameters see
+    `join`."""
+    wanted = shared_memory and os.uname().machine == _ORDERED_CPU
     folder = _folder(size) if rank == 0 and wanted else ""
     page, pidfds = None, {}
     try:
         machine = (host_id() if wanted else "") or f"network only {rank}"
-        mine = _RankOffer(settings, machine, os.getpid(), folder, release)
+        mine = _RankOffer(settings, machine, os.getpid(), folder, release, shared_memory)
         offers = _gather(exchange, mine)
         for peer, offer in enumerate(offers):
             _require_equal(mine, offer, peer, named)

@@ -79,7 +79,7 @@ class SyncSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class SyncOptions(SyncSettings, frozen=True, forbid_unknown_fields=True):
     """What a user may set: the bounds of the group, and the backend of its ranks."""
-    shared_memory: bool = True  # false: use the network, even if all ranks are on one machine
+    shared_memory: bool = True  # false: use the network, even if all ranks are on one machine; equal on all ranks
 
     def filled(self, call_wait_s: float, lockstep: bool = True) -> SyncSettings:
         """The settings that must be equal on all ranks. `call_wait_s`: unless the user has set one."""

@@ -5,6 +5,10 @@ uvicorn's protocol upon httptools keeps a header of any size. It waits without a
 rest of a body, and for a client that does not read. `EdgeConnection` is that protocol with limits. All connections of
 a server share one `Edge`, whose `connect` uvicorn gets as `http`. One timer, which runs while there are connections,
 ends those that are over a limit. Where there are too many connections, those without a whole request are ended first.
+
+It is our own because uvicorn has no limit for the time of a body, or of a client that does not read, and a vLLM runs in
+no other server: a few silent clients would hold a router. The names of uvicorn that are overridden and used here are
+checked at import (`uvicorn_names`).
 """
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from vllm_pd.frontend import errors, sparing_log
+from vllm_pd.frontend.uvicorn_names import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 SWEEP_S = 0.25
 LINGER_S = 1.0  # how long a refused client may read the reason
@@ -108,7 +112,7 @@ class Edge:
             self._sweeping = connection.loop.call_later(SWEEP_S, self._sweep, connection.loop)
         most = self.limits.connections
         if most is not None and len(self._open) > most:
-            self._make_room(connection)
+            self._end_incomplete(connection)
             if len(self._open) > most + SPARE:
                 self.count("full")
                 connection.transport.abort()
@@ -127,7 +131,7 @@ class Edge:
         for connection in list(self._open):
             connection.transport.abort()
 
-    def _make_room(self, newest: EdgeConnection) -> None:
+    def _end_incomplete(self, newest: EdgeConnection) -> None:
         """End connections without a whole request, in the order of `_Wait` and then those that have waited for longest;
         `newest` is spared. After a search that found too few, no other one is made for RESCAN_S."""
         now_s = newest.loop.time()

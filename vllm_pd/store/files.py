@@ -190,14 +190,14 @@ class FileTier:
     def _has_room(self, size: int) -> bool:
         with self._mutex:
             if self._unseen_bytes + size > self._limit_bytes // SHARE:
-                if not self._make_room():
+                if not self._remove_oldest():
                     return False
                 self._unseen_bytes = 0
             self._unseen_bytes += size
             return True
 
-    def _make_room(self) -> bool:
-        """Remove files until there is room for two shares. Returns False if another process is at it."""
+    def _remove_oldest(self) -> bool:
+        """Remove files until two shares are free. Returns False if another process is at it."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have emptied the user's folder
         fd = os.open(self.folder / "looking", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

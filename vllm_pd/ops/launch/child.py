@@ -48,6 +48,7 @@ class Child:
         self._cores = list(cores)
         self._say = say
         self._lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self.printed = 0  # lines
         self._process: subprocess.Popen | None = None
         self._reaping = threading.Lock()  # held to reap the process, and to send it a signal
         self._relaying: threading.Thread | None = None
@@ -108,6 +109,7 @@ class Child:
         while raw := self._process.stdout.readline(MAX_LINE_BYTES):
             line = raw.decode(errors="replace").rstrip("\n")
             self._lines.append(line)
+            self.printed += 1
             self._say(self.name, line)
 
     def _await_end(self, events: "queue.SimpleQueue") -> None:

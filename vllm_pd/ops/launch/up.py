@@ -27,6 +27,7 @@ from vllm_pd.ops.client import is_healthy
 from vllm_pd.ops.launch.child import Child, Exited
 from vllm_pd.ops.launch.plan import HOST, ROLE_NAMES, EnginePlan, FleetPlan, starting_at_once
 from vllm_pd.ops.launch.printer import LinePrinter, Say, say_aloud
+from vllm_pd.ops.launch.progress import StartProgress
 from vllm_pd.rpc.ports import release, reserve
 
 CHECK_PERIOD_S = 0.25
@@ -59,7 +60,8 @@ class Fleet:
     """The running processes of one plan. Used from the main thread only, by `run` or as a context manager: inside the
     `with` block every engine is healthy, and after it every process has ended.
 
-    `state`: the file to write once all is healthy. `timeout_s`: how long the start may take. `stop_timeout_s`: how long
+    `state`: the file to write once all is healthy. `timeout_s`: how long the start may take, or longer
+    while an engine that is starting prints lines (StartProgress). `stop_timeout_s`: how long
     the router, the decode engines and the prefill engines may each take to end before they are killed; None: as the
     plan says. `stop_on_death`: end everything when one process dies. `say` prints a line of a named process.
     """
@@ -127,6 +129,7 @@ class Fleet:
         self._await_broker(min(deadline, time.monotonic() + BROKER_START_S))
         waiting, at_once = collections.deque(self._engines), starting_at_once(self.plan.engines)
         starting: list[EnginePlan] = []
+        progress = StartProgress(time.monotonic(), self._timeout_s)
         while waiting or starting:
             while waiting and len(starting) < at_once:
                 engine = waiting.popleft()
@@ -137,9 +140,10 @@ class Fleet:
             self._raise_on_event(CHECK_PERIOD_S)
             starting = [engine for engine in starting if not is_healthy(engine.url)]
             late = [engine.name for engine in (*starting, *waiting)]
-            if late and time.monotonic() > deadline:
-                raise StartError(f"not healthy after {self._timeout_s:g} s: {', '.join(late)}; see the lines above, or "
-                                 "allow more time with --timeout-s")
+            progress.see(sum(child.printed for child in self._engines.values()), time.monotonic())
+            if late and progress.has_stopped:
+                raise StartError(f"not healthy after {progress.limit_s:g} s: {', '.join(late)}; see the lines above, "
+                                 "or allow more time with --timeout-s")
         if self._router is not None:
             self._router.start(self._events)
             self._await_router(time.monotonic() + ROUTER_START_S)

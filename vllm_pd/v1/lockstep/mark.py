@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.extras import version_of
 from vllm_pd.v1.lockstep.core import StepSyncCore, adopt
 from vllm_pd.v1.lockstep.options import (
     ADDITIONAL_KEY,
@@ -28,7 +29,22 @@ logger = logging.getLogger("vllm.pd")
 
 
 class Mark(dict[str, Any]):
-    """The options, as the user could write them. vLLM hashes what it is in as JSON, so it is a dict."""
+    """The options, as the user could write them. vLLM hashes what it is in as JSON, so it is a dict. `release`: of this
+    package in the process that has made the mark, the front end; pickled with it, and no part of that hash."""
+    release: str | None = None  # of a release that wrote none
+
+    def check_release(self, rank: int) -> None:
+        """For the engine of `rank`, which then has its process group, so that the other ranks find within `join_s`
+        that it is gone. Raises ConfigError if this process has another release than its front end: the package was
+        changed between their starts."""
+        ours = _release()
+        if self.release != ours:
+            raise ConfigError("vllm-pd", ours, f"the front end of rank {rank} has {self.release}: install one release "
+                              "everywhere, and start both again")
+
+
+def _release() -> str:
+    return version_of("vllm-pd") or ""
 
 
 def claim_step_sync(config: VllmConfig, connector_asks: bool = False) -> None:
@@ -51,8 +67,9 @@ def claim_step_sync(config: VllmConfig, connector_asks: bool = False) -> None:
         logger.info("the step sync has nothing to do here: ranks of this engine make no forward passes together")
         return
     check_engine(config)
-    # A copy: the user's may be used for another engine.
-    config.additional_config = written | {ADDITIONAL_KEY: Mark({key: getattr(options, key) for key in OPTIONS})}
+    mark = Mark({key: getattr(options, key) for key in OPTIONS})
+    mark.release = _release()
+    config.additional_config = written | {ADDITIONAL_KEY: mark}  # a copy: the user's may be used for another engine
 
 
 def hook_engines() -> None:
@@ -68,6 +85,7 @@ def hook_engines() -> None:
         written = vllm_config.additional_config
         mark = written.get(ADDITIONAL_KEY) if isinstance(written, dict) else None
         if isinstance(mark, Mark) and not isinstance(engine, StepSyncCore):
+            mark.check_release(vllm_config.parallel_config.data_parallel_rank)
             adopt(engine, vllm_config, parse(dict(mark)))
 
     init_data_parallel.vllm_pd = True
