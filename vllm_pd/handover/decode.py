@@ -203,7 +203,7 @@ class DecodeHandover(ABC, Generic[R]):
         if remote.hold is not None:
             hold, remote.hold = remote.hold, None
             self._session.claim_hold(attempt, hold, token_digest(prompt, scope), list(block_ids),
-                                      cached_blocks, remote.time_left_s(self._deadline_s))
+                                      cached_blocks, remote.time_left_s(time.monotonic(), self._deadline_s))
             return
         if self.send_grants is not None:
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
@@ -213,7 +213,7 @@ class DecodeHandover(ABC, Generic[R]):
         if (next_token := self._next_token(request)) is not None:
             more["next_token"] = next_token
         self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers,
-                              remote.time_left_s(self._deadline_s), self._priority(request), scope, **more)
+                              remote.time_left_s(time.monotonic(), self._deadline_s), self._priority(request), scope, **more)
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""
@@ -462,7 +462,7 @@ class DecodeHandover(ABC, Generic[R]):
                             blocks=rows.count(tokens, cached_blocks) - cached_blocks,
                             can_go_remote=self._can_go_remote(request),
                             attempts_made=attempts,
-                            time_left_s=remote.time_left_s(self._deadline_s),
+                            time_left_s=remote.time_left_s(time.monotonic(), self._deadline_s),
                             broker_up=view.broker_up,
                             prefill_peers=view.prefill_peers,
                             queue_length=view.queue_length,

@@ -2,7 +2,6 @@
 """What `vllm_pd.handover.decode` knows of its prompts and their attempts, and of its engine."""
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,9 +23,9 @@ class RemoteRequest:
     hold: Attempt | None = None  # to be claimed when it is parked
     metaserver: str | None = None  # where the job of its present attempt is posted
 
-    def time_left_s(self, deadline_s: float) -> float:
+    def time_left_s(self, now: float, deadline_s: float) -> float:
         """Of the time that all its attempts together may take."""
-        return deadline_s - (time.monotonic() - self.began_at if self.began_at is not None else 0.0)
+        return deadline_s - (now - self.began_at if self.began_at is not None else 0.0)
 
 
 class AttemptStage(Enum):
