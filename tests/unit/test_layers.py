@@ -85,19 +85,21 @@ def test_b101_layers_that_are_configured_one_by_one(made):
         check_layers(blocks(four, none, eight))
 
 
-def test_b101_compressed_attention_is_refused_on_v0():
-    config = v1(index_topk=2048, compress_ratios=[1, 4])
+@pytest.mark.parametrize("key", ["compress_ratios", "compress_rates"])
+def test_b101_compressed_attention_is_refused_on_v0(key):
+    """Whether vLLM has a configuration of its own for it, as 0.32, or that of Transformers, as 0.33."""
+    config = v1(index_topk=2048, **{key: [1, 4]})
     check_layers(config, with_bytes=True)
     with pytest.raises(ConfigError, match="compress_ratios=.*use V1"):
         check_layers(config)
 
 
-@pytest.mark.parametrize("order, is_cpu, fits", [("BLHNC", True, True), ("LBHNC", False, False), (None, True, False),
-                                                 (None, False, True)])
-def test_b101_layers_of_several_shapes_where_all_are_in_each_block(monkeypatch, order, is_cpu, fits):
-    """By what is asked for: on a CPU vLLM has no such order unless a backend of one's own has."""
+@pytest.mark.parametrize("order, is_cuda, fits", [("BLHNC", False, True), ("LBHNC", True, False), (None, False, False),
+                                                  (None, True, True)])
+def test_b101_layers_of_several_shapes_where_all_are_in_each_block(monkeypatch, order, is_cuda, fits):
+    """By what is asked for: elsewhere than on CUDA our connector does not, for vLLM's backends have it in part only."""
     monkeypatch.setattr("vllm.envs.VLLM_KV_CACHE_LAYOUT", order)
-    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(is_cuda=lambda: is_cuda))
     config = v1(use_mla=False, swa_head_dim=64, head_dim=32)
     if fits:
         check_layers(config, with_bytes=True)

@@ -314,7 +314,8 @@ def test_b80_offloading_in_a_file_for_config(monkeypatch, tmp_path, name):
 
 
 @pytest.mark.parametrize("text, words, is_on", [
-    ("disable-hybrid-kv-cache-manager: true", (), False), ("disable_hybrid_kv_cache_manager: false", (), True),
+    ("disable-hybrid-kv-cache-manager: true", (), False), ("disable-hybrid-kv-cache-manager: false", (), True),
+    ("disable_hybrid_kv_cache_manager: false", (), None),
     ("no-disable-hybrid-kv-cache-manager: true", (), True), ("max-model-len: 512", (), None),
     ("disable-hybrid-kv-cache-manager: true", ["--no-disable-hybrid-kv-cache-manager"], True)], ids=str)
 def test_b114_the_hybrid_manager_s_flag_in_a_file_for_config(monkeypatch, tmp_path, text, words, is_on):

@@ -28,9 +28,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from tests.v1.test_worker import WAIT_S, description, finished, make_config, place, write_model
 from tests.verdict import same_bytes
 from vllm_pd.errors import ConfigError
-from vllm_pd.model.layers import check_stored_groups
+from vllm_pd.model.layers import check_groups, check_stored_groups
 from vllm_pd.protocol.messages import Role
 from vllm_pd.protocol.rows import BlockRows
+from vllm_pd.transfer.mixed import own_caches
 from vllm_pd.transfer.requests import AddTransferPeer, Write
 from vllm_pd.v1 import worker as v1_worker
 from vllm_pd.v1.beside.config import check_kept_groups
@@ -268,6 +269,31 @@ def test_b101_one_group_with_layers_of_several_shapes(ranks):
     member, _, transfer = attach(config, kv, one.handshake())
     transfer.close()
     assert member.fingerprint.rows == BlockRows(64) and "4 layers of several shapes" in member.fingerprint.states
+
+
+def test_b3_layers_that_use_the_cache_of_another(ranks, monkeypatch):
+    """vLLM puts them into no group before it has made the connector, and registers them all the same."""
+    specs = other_heads()
+    one, caches, kv, _ = ranks(specs, use_mla=False)
+    more = {**caches, "model.layers.4.attn": caches["model.layers.1.attn"]}
+    assert own_caches(more, mixed_groups(kv.kv_cache_groups)).keys() == caches.keys()
+    monkeypatch.setattr(PDConnector, "register_kv_caches", lambda connector, caches: connector._rank.register_kv_caches(
+        {**caches, "model.layers.4.attn": caches["model.layers.1.attn"]}))
+    two, *_ = ranks(specs, use_mla=False)
+    assert two.handshake().mixed == one.handshake().mixed
+    with pytest.raises(ConfigError, match="kv_cache='model.layers.4.attn'.*none of vLLM's groups"):
+        own_caches({**caches, "model.layers.4.attn": torch.zeros(BLOCKS, 1, 4, 4)}, mixed_groups(kv.kv_cache_groups))
+
+
+def test_b101_one_group_of_all_tokens_with_windows_and_other_shapes(plain):
+    """As vLLM makes it with --disable-hybrid-kv-cache-manager: a window that frees nothing."""
+    full = FullAttentionSpec(num_kv_heads=4, **HEADS)
+    specs = {"layers.0": full, "layers.1": dataclasses.replace(full, sliding_window=100),
+             "layers.2": FullAttentionSpec(num_kv_heads=2, **HEADS)}
+    kv, _ = allocate(copy.deepcopy(plain), specs)
+    assert len(kv.kv_cache_groups) == 1
+    check_groups(kv.kv_cache_groups, is_block_outermost=True)
+    assert mixed_groups(kv.kv_cache_groups) == dict.fromkeys(specs, 0)
 
 
 # What is refused.

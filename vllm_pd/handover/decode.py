@@ -194,6 +194,7 @@ class DecodeHandover(ABC, Generic[R]):
         cached_blocks = cached_tokens // self._capacity.block_size
         remote, prompt, scope = self._requests[request], self._prompt(request), self._scope(request)
         remote.parked_at = time.monotonic()
+        left_s = remote.time_left_s(remote.parked_at, self._deadline_s)
         self._session.note_prompt(self._request_id(request), attempts=remote.attempts, cached_tokens=cached_tokens,
                                   peer=remote.hold.incarnation if remote.hold is not None else "", outcome="",
                                   detail="")
@@ -202,8 +203,7 @@ class DecodeHandover(ABC, Generic[R]):
             self._batch.remove(request)
         if remote.hold is not None:
             hold, remote.hold = remote.hold, None
-            self._session.claim_hold(attempt, hold, token_digest(prompt, scope), list(block_ids),
-                                      cached_blocks, remote.time_left_s(time.monotonic(), self._deadline_s))
+            self._session.claim_hold(attempt, hold, token_digest(prompt, scope), list(block_ids), cached_blocks, left_s)
             return
         if self.send_grants is not None:
             self.send_grants([OpenGrant(str(attempt), list(block_ids[cached_blocks:]))])
@@ -212,8 +212,8 @@ class DecodeHandover(ABC, Generic[R]):
         more = {"media": self._media(request)} if scope.media else {}
         if (next_token := self._next_token(request)) is not None:
             more["next_token"] = next_token
-        self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers,
-                              remote.time_left_s(time.monotonic(), self._deadline_s), self._priority(request), scope, **more)
+        self._session.submit(attempt, prompt, list(block_ids), cached_blocks, remote.failed_peers, left_s,
+                             self._priority(request), scope, **more)
 
     def abort(self, attempt: Attempt) -> None:
         """The client is gone. The blocks come back with the attempt's Released."""

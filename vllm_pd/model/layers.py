@@ -54,8 +54,8 @@ def check_layers(config: VllmConfig, with_bytes: bool = False) -> None:
             raise ConfigError(key, getattr(model, key), cure)
     on_v1, may_differ = with_bytes, with_bytes and may_be_mixed(config)
     if is_compressed(config) and not may_differ:
-        raise ConfigError(COMPRESSED_KEY, getattr(model, COMPRESSED_KEY), "use V1, or serve a model without compressed "
-                          "attention: its layers have more than one kind of KV")
+        raise ConfigError(COMPRESSED_KEY, getattr(model, COMPRESSED_KEY, None), "use V1, or serve a model without "
+                          "compressed attention: its layers have more than one kind of KV")
     with_bytes = with_bytes and config.model_config.use_mla
     if _has_index(config) and not with_bytes:
         raise ConfigError(INDEX_KEY, getattr(model, INDEX_KEY), "serve a model without sparse attention: its layers "
@@ -158,9 +158,9 @@ def _is_index(spec: Any) -> bool:
 
 def _check_mixed(groups: Sequence[KVCacheGroupSpec]) -> None:
     """The groups of `is_mixed`: some must have the KV of all tokens, each other one window. Raises ConfigError."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
     specs = [layer_specs(group.kv_cache_spec) for group in groups]
-    windows = [{getattr(spec, "sliding_window", None) for spec in each} for each in specs]
+    windows = [{spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in each} for each in specs]
     names = [" and ".join(sorted({type(spec).__name__ for spec in each})) for each in specs]
     if not any(isinstance(spec, FullAttentionSpec) for each in specs for spec in each) or max(map(len, windows)) > 1:
         raise ConfigError("kv_cache_groups", names, "serve a model for which vLLM keeps the KV of all tokens in one "
@@ -252,17 +252,24 @@ def layer_specs(spec: KVCacheSpec) -> Sequence[KVCacheSpec]:
 
 def may_be_mixed(config: VllmConfig) -> bool:
     """Whether V1 may lay all layers into each block: by the order that the user has asked for, or that our connector
-    asks for, but on a CPU, whose attention has no such order. That of compressed attention has no other."""
+    asks for. That of compressed attention has no other."""
     from vllm import envs
-    from vllm.platforms import current_platform
     asked = envs.VLLM_KV_CACHE_LAYOUT
-    return bool(is_compressed(config) or (asked.startswith("B") if asked else not current_platform.is_cpu()))
+    return is_compressed(config) or (asked.startswith("B") if asked else asks_for_blocks(config))
+
+
+def asks_for_blocks(config: VllmConfig) -> bool:
+    """Whether our connector asks V1 for an order in which all layers are in each block. ROCm's attention has it in part
+    only, and a CPU's does not."""
+    from vllm.platforms import current_platform
+    return not config.model_config.use_mla and current_platform.is_cuda()
 
 
 def is_compressed(config: VllmConfig) -> bool:
     """Whether the model has compressed attention: its layers keep one state for several tokens, a window, and others
     beside them, in groups of their own."""
-    return bool(getattr(config.model_config.hf_text_config, COMPRESSED_KEY, None))
+    model = config.model_config.hf_text_config  # vLLM 0.33 leaves the configuration to Transformers
+    return bool(getattr(model, COMPRESSED_KEY, None) or getattr(model, "compress_rates", None))
 
 
 def _has_index(config: VllmConfig) -> bool:

@@ -73,7 +73,8 @@ def _words() -> list[str]:
             options = yaml.safe_load(text)
             for key, value in options.items() if isinstance(options, dict) else ():
                 if isinstance(value, bool):
-                    words.append(f"--{key}" if value else f"--no-{key}")
+                    if value or "_" not in key:  # it knows no --no-like_this, and leaves that out
+                        words.append(f"--{key}" if value else f"--no-{key}")
                 elif not isinstance(value, (dict, list)):
                     words += [f"--{key}", str(value)]
     return words + sys.argv

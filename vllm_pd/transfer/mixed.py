@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     import torch
 
 
+def own_caches(caches: Mapping[str, torch.Tensor], groups: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """The caches of the layers in `groups`, without those of layers that use another one's. Raises ConfigError for
+    other layers."""
+    own = {name: caches[name] for name in caches if name in groups}
+    places = {cache.data_ptr() for cache in own.values()}
+    for name in caches.keys() - own.keys():
+        if caches[name].data_ptr() not in places:
+            raise ConfigError("kv_cache", name, "it is in none of vLLM's groups of layers, so what its blocks hold is "
+                              "not known here")
+    return own
+
+
 def mixed_blocks(caches: Mapping[str, torch.Tensor], num_blocks: int) -> torch.Tensor:
     """All of a rank's cache as one view [blocks, 1, 1, bytes], uint8, of the memory that the layers share. `caches`: of
     each layer, by its name, [blocks, ...] of any type and strides, with `num_blocks` blocks. The view keeps the memory

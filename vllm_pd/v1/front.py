@@ -3,6 +3,10 @@
 
 V1's server sets its signal handlers and then starts `NoSignalServer.serve`, whose application has not begun by then:
 `attach_servers` wraps that. SIGTERM begins a drain; at its end vLLM's own handler, which SIGINT has still, is called.
+
+Our connector joins its peers when the engine's loop is about to begin. If that fails the engine ends, and V1's server
+is in its first call to it, whose answer V1 would await for ever: it sees that the engine is gone, and ends no call that
+is open. Here such a call fails, and with it the start.
 """
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 CUT_S = 5.0  # for what V1 itself says to those that are open when it stops
+LOOK_S = 1.0  # at an engine that has not answered
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
 
 
@@ -27,6 +32,30 @@ def attach_servers() -> None:
     launcher = sys.modules.get(LAUNCHER)
     if launcher is not None and not hasattr(launcher.NoSignalServer.serve, "vllm_pd"):
         launcher.NoSignalServer.serve = _attaching(launcher.NoSignalServer.serve)
+        from vllm.v1.engine.core_client import AsyncMPClient
+        AsyncMPClient._call_utility_async = _ending_with_engine(AsyncMPClient._call_utility_async)
+
+
+def _ending_with_engine(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A call to an engine of ours that is gone raises EngineDeadError."""
+
+    @functools.wraps(call)
+    async def call_while_it_lives(client: Any, *arguments: Any, **keywords: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        from vllm_pd.v1.settings import is_ours
+        if not is_ours(client.vllm_config):
+            return await call(client, *arguments, **keywords)
+        answer = asyncio.ensure_future(call(client, *arguments, **keywords))
+        try:
+            while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
+                if client.resources.engine_dead:
+                    raise EngineDeadError
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    return call_while_it_lives
 
 
 def _attaching(serve: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

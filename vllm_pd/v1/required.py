@@ -386,6 +386,11 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
         Required("MambaSpec.num_speculative_blocks", _LAYERS),
         Required("UniformTypeKVCacheSpecs.kv_cache_specs", _LAYERS), Required("KVCacheConfig.kv_cache_groups", _LAYERS),
     ),
+    "v1/engine/core_client.py": (
+        Required("AsyncMPClient._call_utility_async", "a call to an engine that is gone ends"),
+        Required("BackgroundResources.engine_dead", "as _call_utility_async"),
+    ),
+    "v1/engine/exceptions.py": (Required("EngineDeadError", "as _call_utility_async"), ),
     "config/attention.py": (Required("AttentionConfig.hisparse_config", "refused with an index"), ),
     "config/aux_output.py": (Required("AuxOutputConfig.enable_return_routed_experts", "refused"), ),
     "v1/kv_cache_layout.py": (

@@ -11,6 +11,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_pd.errors import ConfigError
+from vllm_pd.model.layers import asks_for_blocks
 from vllm_pd.settings.store import DIGEST_KEY
 
 if TYPE_CHECKING:
@@ -90,5 +91,4 @@ def asked_layout(vllm_config: VllmConfig) -> str | None:
     engines of different tensor-parallel sizes needs a descriptor for each token. With MLA there is one head."""
     if vllm_config.model_config.use_mla:
         return None
-    from vllm.platforms import current_platform
-    return "BLHNC" if current_platform.is_cuda() else "LBHNC"  # ROCm's attention has it in part only
+    return "BLHNC" if asks_for_blocks(vllm_config) else "LBHNC"

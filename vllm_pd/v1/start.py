@@ -52,7 +52,8 @@ def begin_handover(engine: EngineCoreProc, handshakes: Mapping[tuple[int, int], 
         level = logging.WARNING if {"prefix_reads", "hold_s"} & settings.extra.keys() else logging.INFO
         logger.log(level, "layers are in groups of blocks %s: no prefix is read from a decode engine (prefix_reads), "
                    "and no prompt kept for one (hold_s)", "for KV and for states" if rows.state_tokens else
-                   f"with windows of {rows.windows} tokens (0: all); --disable-hybrid-kv-cache-manager has both")
+                   f"with windows of {rows.windows} tokens (0: all)" + (
+                       "" if rows.sizes else "; --disable-hybrid-kv-cache-manager has both"))
     kv_layers = None
     if rows.state_tokens:  # then there is one stage: these are all layers
         kv_layers = sum(len(group.layer_names) for group in groups) - len(state_layers(groups))

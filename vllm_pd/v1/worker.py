@@ -50,7 +50,7 @@ from vllm_pd.transfer.cores import leave_model_cores
 from vllm_pd.transfer.device import CudaDevice, Device, HostDevice
 from vllm_pd.transfer.engine import RemoteEngineTransfer
 from vllm_pd.transfer.layout import CacheDescription, Memory, describe_views, distinct_caches
-from vllm_pd.transfer.mixed import mixed_blocks, mixed_name
+from vllm_pd.transfer.mixed import mixed_blocks, mixed_name, own_caches
 from vllm_pd.transfer.nixl.devices import only_network
 from vllm_pd.transfer.plan import head_range, said_regions
 from vllm_pd.transfer.ranks.gather import RankTransfers
@@ -125,6 +125,7 @@ class RankWorker:
             if stages > 1:
                 raise ConfigError("pipeline_parallel_size", stages, "use 1: stages of a model whose layers have "
                                   "several shapes were not tried")
+            kv_caches = own_caches(kv_caches, self._mixed_groups)
             blocks = mixed_blocks(kv_caches, self._config.cache_config.num_gpu_blocks)
             heads = head_range(self._rank % self._tp, self._tp, self._cache_heads)
             self._open([blocks], describe_views([blocks], num_blocks=blocks.shape[0], block_size=1,

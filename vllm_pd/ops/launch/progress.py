@@ -25,6 +25,11 @@ class StartProgress:
         self.limit_s = self._timeout_s * (LONGEST_START if moves else 1)
 
     @property
+    def waited_s(self) -> float:
+        """Since it began."""
+        return self._now_s - self._began_s
+
+    @property
     def has_stopped(self) -> bool:
         """Whether it is to be given up."""
-        return self._now_s - self._began_s > self.limit_s
+        return self.waited_s > self.limit_s

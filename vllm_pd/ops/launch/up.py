@@ -140,10 +140,10 @@ class Fleet:
             self._raise_on_event(CHECK_PERIOD_S)
             starting = [engine for engine in starting if not is_healthy(engine.url)]
             late = [engine.name for engine in (*starting, *waiting)]
-            progress.see(sum(child.printed for child in self._engines.values()), time.monotonic())
+            progress.see(sum(self._engines[engine].printed for engine in starting), time.monotonic())
             if late and progress.has_stopped:
-                raise StartError(f"not healthy after {progress.limit_s:g} s: {', '.join(late)}; see the lines above, "
-                                 "or allow more time with --timeout-s")
+                raise StartError(f"not healthy after {progress.waited_s:.0f} s: {', '.join(late)}; see the lines "
+                                 "above, or allow more time with --timeout-s")
         if self._router is not None:
             self._router.start(self._events)
             self._await_router(time.monotonic() + ROUTER_START_S)

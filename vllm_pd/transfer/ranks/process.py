@@ -203,10 +203,10 @@ class RankServer:
 
     def _watch_first_node(self) -> FirstNode | None:
         """None if there is no way to see it: then only SERVE_S ends the wait."""
-        where = self._meeting()
         try:
+            where = self._meeting()
             return None if where is None else FirstNode(*where)
-        except OSError as error:
+        except Exception as error:  # what torch knows of it is not for others
             logger.warning("this rank can't see whether the first node runs (%s): it would wait for its engine for "
                            "%g s", error, SERVE_S)
             return None
