@@ -142,7 +142,7 @@ class Fleet:
             late = [engine.name for engine in (*starting, *waiting)]
             progress.see(sum(self._engines[engine].printed for engine in starting), time.monotonic())
             if late and progress.has_stopped:
-                raise StartError(f"not healthy after {progress.waited_s:.0f} s: {', '.join(late)}; see the lines "
+                raise StartError(f"not healthy after {progress.waited_s:.1f} s: {', '.join(late)}; see the lines "
                                  "above, or allow more time with --timeout-s")
         if self._router is not None:
             self._router.start(self._events)
