@@ -20,14 +20,14 @@ import vllm_pd.handover.prefill
 import vllm_pd.v1.binding
 import vllm_pd.v1.decode
 import vllm_pd.v1.prefill
-from tests.v1.drafting import DraftingEngine, with_drafter
+from tests.v1.drafting import ENTRIES, DraftingEngine, with_drafter
 from tests.v1.simulated import Engine, FakeAccess, FakeTransfer, answer
 from vllm_pd.protocol import messages as m
 from vllm_pd.protocol.scope import NO_SCOPE
 from vllm_pd.transfer.requests import Notice, Read, Write
 
 MAX_NUM_SEQS = 6
-SLOTS = 2 * BLOCK_SIZE  # of a block: a drafter's are behind those of the model
+SLOTS = (*range(BLOCK_SIZE), *range(ENTRIES, ENTRIES + BLOCK_SIZE))  # of a block: the model's, then a drafter's
 _TIMED = (vllm_pd.handover.decode, vllm_pd.handover.engine, vllm_pd.handover.prefill, vllm_pd.v1.binding,
           vllm_pd.v1.decode, vllm_pd.v1.prefill)
 
@@ -225,7 +225,7 @@ class V1FleetEngine(FleetEngine):
 
 def _copy(pairs: list[tuple[int, int]], source: dict, target: dict) -> None:
     for old, new in pairs:
-        for slot in range(SLOTS):
+        for slot in SLOTS:
             if (old, slot) in source:
                 target[new, slot] = source[old, slot]
 

@@ -73,7 +73,7 @@ def worker(model_folder, monkeypatch):
             kv_connector="PDConnectorWithStore", kv_connector_module_path="vllm_pd.v1.store.with_peers",
             kv_role="kv_both", kv_load_failure_policy="recompute",
             kv_connector_extra_config={"store": {"folder": str(folder), "memory_gib": MEMORY_GIB}}))
-    config.cache_config.num_gpu_blocks = BLOCKS
+    config.cache_config.num_gpu_blocks, config.cache_config.kv_cache_layout = BLOCKS, "LBHNC"
     made = with_peers.PDConnectorWithStore(config, KVConnectorRole.WORKER, alone.cache_of())
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
     monkeypatch.setattr(mixin, "get_forward_context", lambda: None)

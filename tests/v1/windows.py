@@ -29,12 +29,12 @@ REMOTE = 100  # the first block id of a peer
 
 class WindowEngine(Engine):
     """An engine with these groups of layers: the window of each in tokens, 0 with full attention. `sizes`: the tokens
-    of a block of each, where they differ; that of the first with full attention is BLOCK_SIZE. It neither reads
+    of a block of each, where they differ; that of the first with full attention is `block_size`. It neither reads
     prefixes nor keeps prompts, as `vllm_pd.v1.start` has it."""
 
     def __init__(self, folder: Path, in_flight: int = 1, *, windows: tuple[int, ...], sizes: tuple[int, ...] = (),
                  **more: Any) -> None:
-        self.windows, self.sizes = windows, sizes or (BLOCK_SIZE, ) * len(windows)
+        self.windows, self.sizes = windows, sizes or (more.get("block_size", BLOCK_SIZE), ) * len(windows)
         super().__init__(folder, in_flight, **{**more, "prefix_reads": "never", "hold_s": 0.0})
         self._cached_of: dict[str, int] = {}  # blocks of a job's prompt that its peer has, by its attempt
         self.sent_rows = 0
