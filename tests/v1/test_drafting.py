@@ -91,7 +91,7 @@ def test_b113_b20_b34_storms_with_drafters(model_folder, in_flight, counts):
 
 def test_b113_a_drafter_whose_layers_are_not_sent_is_found(model_folder, monkeypatch):
     """Every answer is right then."""
-    monkeypatch.setattr(fleet_engine, "SLOTS", fleet_engine.BLOCK_SIZE)
+    monkeypatch.setattr(fleet_engine, "SLOTS", tuple(range(fleet_engine.BLOCK_SIZE)))
     assert "the drafter's entry of position 0 is read" in storm_of_drafters(model_folder, 1, 0).broken
 
 
