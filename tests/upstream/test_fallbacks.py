@@ -3,6 +3,8 @@
 
 What it does as one of V1 does: tests/bindings/decoding.py.
 """
+import dataclasses
+
 import pytest
 
 from tests.fakes.simulated_engine import BLOCK_SIZE, FakePeers
@@ -14,6 +16,11 @@ from vllm_pd.protocol.messages import Timings
 @pytest.fixture
 def decoder(monkeypatch):
     return Decoder(monkeypatch)
+
+
+def in_batches_of_one(decoder) -> None:
+    """From now on a batch of prompts that are prefilled here is one."""
+    decoder.prefills._capacity = dataclasses.replace(decoder.prefills._capacity, batch_tokens=len(PROMPT))
 
 
 def test_b119_an_engine_remembers_what_a_prompt_went_through(decoder):
@@ -52,7 +59,7 @@ def test_b119_an_engine_remembers_what_a_prompt_went_through(decoder):
 
 def test_fallbacks_leave_the_running_ones_their_share(monkeypatch):
     decoder = Decoder(monkeypatch, max_num_seqs=8, attempts=1)
-    decoder.prefills._batch_tokens = len(PROMPT)  # one prompt a batch
+    in_batches_of_one(decoder)
     running = decoder.add("running", 900, max_tokens=16)
     decoder.engine.write_remotely(running)
     decoder.tell(Prefilled(running, Timings()))
@@ -96,7 +103,7 @@ def test_fallbacks_that_hold_each_others_blocks_come_back_all_the_same(monkeypat
 def test_a_fallback_that_finds_a_peer_after_all_holds_nobody_up(monkeypatch):
     """Given back to be prefilled here, it is parked anew: a prefill engine has come. Its turn is over with that."""
     decoder = Decoder(monkeypatch, max_num_seqs=8)
-    decoder.prefills._batch_tokens = len(PROMPT)  # one prompt a batch
+    in_batches_of_one(decoder)
     attempts = [decoder.add(name, 100 * number) for number, name in enumerate("ab", 1)]
     decoder.agent.peers = set()
     decoder.tell(*map(lost, attempts), *map(Released, attempts))
@@ -132,7 +139,7 @@ def test_b8_a_preempted_request_is_no_prompt_any_more(decoder):
 def test_b25_abort_while_a_fallback_waits_for_its_turn(monkeypatch, released_first):
     decoder = Decoder(monkeypatch, max_num_seqs=8, attempts=1)
     attempts = [decoder.add(name, 100 * number) for number, name in enumerate("ab", 1)]
-    decoder.prefills._batch_tokens = len(PROMPT)
+    in_batches_of_one(decoder)
     decoder.tell(*map(lost, attempts))
     if released_first:
         decoder.tell(*map(Released, attempts))
