@@ -76,6 +76,7 @@ def run(folder, in_flight, seed, fleet_type, **variant):
     return outcome, found, sum(engine.node.decode.dropped["claim_avoided"] for engine in fleet.engines.values())
 
 
+@pytest.mark.search
 @pytest.mark.parametrize("fleet_type", [MediaFleet, OldFleet, SilentFleet])
 def test_b115_b20_images_and_engines_of_two_releases(model_folder, in_flight, fleet_type, caplog):
     """B115, B20: and where no prefill engine takes images, prompts without any go there all the same."""
