@@ -4,10 +4,9 @@
 A drafter that guesses by tokens alone has no state: the decode engine has the whole prompt, and its prefill engines
 need none. One that is a model has layers of its own. Where their KV has the target's shape, or all layers are in each
 block (`vllm_pd.transfer.mixed`), V1 keeps it in the target's blocks, so it is registered, sent, held and read as that
-of any other layer. Then both engines must have the same
-drafter, or its KV of a prompt is missing or another's: every answer would be right, and fewer drafts accepted, which
-nobody would see. So it is in the fingerprint. How many tokens are drafted at a time is each engine's own matter, but
-beside recurrent states, whose size depends on it.
+of any other layer. Then both engines must have the same drafter, or its KV of a prompt is missing or another's: every
+answer would be right, and fewer drafts accepted, which nobody would see. So it is in the fingerprint. How many tokens
+are drafted at a time is each engine's own matter, but beside recurrent states, whose size depends on it.
 
 What a drafter writes for a token may depend on the next one. Of a prompt's last token the decode engine computes it
 itself, with the token that it samples. Of the last one of a prefix hit V1 has it computed again (it drops a block).
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_pd.errors import ConfigError
 from vllm_pd.model.fingerprint import IGNORED_KEYS, digest_settings, pin_files
-from vllm_pd.model.layers import may_be_mixed
+from vllm_pd.model.layers import OR_IN_BLOCKS, may_be_mixed
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -67,8 +66,8 @@ def check_drafter(config: VllmConfig) -> None:
     drafters, targets = _kv_shape(drafting.draft_model_config), _kv_shape(config.model_config)
     if drafters != targets and not may_be_mixed(config):
         raise ConfigError("speculative_config.model", drafting.draft_model_config.model, "use a drafter whose KV has "
-                          f"the target's shape: (KV heads, head size) are {drafters}, of the target {targets}; or set "
-                          "VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backends have it")
+                          f"the target's shape: (KV heads, head size) are {drafters}, of the target {targets}"
+                          f"{OR_IN_BLOCKS}")
 
 
 def keeps_kv(config: VllmConfig) -> bool:

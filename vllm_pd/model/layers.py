@@ -28,6 +28,7 @@ FP8_DS_MLA = "fp8_ds_mla"  # a token is 656 bytes
 MLA_DTYPES = CACHE_DTYPES | {FP8_DS_MLA}
 WITH_DRAFTS = frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})  # kinds of states whose place beside drafts is known
 ONE_SHAPE = "serve a model whose layers all have KV of one shape: "
+OR_IN_BLOCKS = "; or set VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backend has it"  # V1
 _OTHER_STATE = {
     "blocksparse_block_size": "serve a model without block-sparse attention: its layers order the axes of a block "
                               "otherwise than the engine's backend does",
@@ -66,15 +67,15 @@ def check_layers(config: VllmConfig, with_bytes: bool = False) -> None:
                           "has beside keys and values is not known here")
     if may_differ:
         return
-    or_order = "; or set VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backend has it" if on_v1 else ""
+    or_in_blocks = OR_IN_BLOCKS if on_v1 else ""
     for key, other in _OF_SOME_LAYERS.items():
         values = getattr(model, key, None), getattr(model, other, None)
         if None not in values and values[0] != values[1]:
-            raise ConfigError(key, values[0], f"{ONE_SHAPE}{other} is {values[1]}{or_order}")
+            raise ConfigError(key, values[0], f"{ONE_SHAPE}{other} is {values[1]}{or_in_blocks}")
     groups = _heads_in_groups(model)
     if len(groups) > 1:
         raise ConfigError("block_configs", f"n_heads_in_group {sorted(groups)}",
-                          f"{ONE_SHAPE}here KV heads differ{or_order}")
+                          f"{ONE_SHAPE}here KV heads differ{or_in_blocks}")
 
 
 def check_v1_layers(config: VllmConfig) -> None:
@@ -91,7 +92,7 @@ def check_v1_layers(config: VllmConfig) -> None:
     kinds = {(layer.total_num_kv_heads, layer.head_size) for layer in each}
     if len(kinds) > 1 and not may_be_mixed(config):
         raise ConfigError("model", config.model_config.model, f"{ONE_SHAPE}here (KV heads, head size) are "
-                          f"{sorted(kinds)}; or set VLLM_KV_CACHE_LAYOUT to BLHNC, if the attention backend has it")
+                          f"{sorted(kinds)}{OR_IN_BLOCKS}")
 
 
 def check_states(config: VllmConfig, has_store: bool, is_offloading: bool = False) -> None:

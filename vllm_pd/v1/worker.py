@@ -293,8 +293,7 @@ def attach_ranks(vllm_config: VllmConfig, role: Role, handshakes: Mapping[tuple[
     states = states or ranks[0].mixed
     chosen = FP8_DS_MLA if ranks[0].kv_dtype == FP8_DS_MLA else ""  # only this one makes blocks of another size
     member = local_member(role, msgspec.structs.replace(
-        fingerprint(vllm_config, stages[0], engine, rows or BlockRows(vllm_config.cache_config.block_size), states,
-                    chosen),
+        fingerprint(vllm_config, stages[0], engine, rows, states, chosen),
         layers=sum(stage.layers for stage in stages), transport=transport.kind.value))
     order = AttachRank(member.incarnation, is_read or role is not Role.PREFILL, transport)
     remote = {number: rank.remote for number, rank in enumerate(ranks) if rank.remote is not None}

@@ -60,10 +60,10 @@ class Fleet:
     """The running processes of one plan. Used from the main thread only, by `run` or as a context manager: inside the
     `with` block every engine is healthy, and after it every process has ended.
 
-    `state`: the file to write once all is healthy. `timeout_s`: how long the start may take, or longer
-    while an engine that is starting prints lines (StartProgress). `stop_timeout_s`: how long
-    the router, the decode engines and the prefill engines may each take to end before they are killed; None: as the
-    plan says. `stop_on_death`: end everything when one process dies. `say` prints a line of a named process.
+    `state`: the file to write once all is healthy. `timeout_s`: how long the start may take, or longer while an engine
+    that is starting prints lines (StartProgress). `stop_timeout_s`: how long the router, the decode engines and the
+    prefill engines may each take to end before they are killed; None: as the plan says. `stop_on_death`: end everything
+    when one process dies. `say` prints a line of a named process.
     """
 
     def __init__(self, plan: FleetPlan, *, state: Path | None = None, timeout_s: float = 600.0,
